@@ -40,7 +40,7 @@ from specmm.verify import Recursive
 
 PROXY = "ngram.safetensors"
 LENGTH = 12  # drafts a round of a diffusion model, which has no longest block
-PARTS = (1, 2, 4)  # of a block, which method auto tries in turn
+PARTS = (1, 2, 4)  # block lengths that method auto tries in turn
 
 BlockMethod = methods.DEER | methods.Block
 Tokenizer = PreTrainedTokenizerBase

@@ -28,7 +28,7 @@ from torch import Tensor
 from specmm.core.drafter import DrafterVocabulary, Feedback
 from specmm.core.growth import Level
 from specmm.core.randomness import UniformSource, categorical
-from specmm.core.sorting import largest, weighed
+from specmm.core.sorting import largest, likeliest, weighed
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.sources import BlockSource, DFlashSource, NextLogits
@@ -74,19 +74,19 @@ class SourceDrafter:
             self.source.start_row(row)
 
     def join(self) -> None:
-        """One more row, the last, which is then started; of sources whose rows join."""
+        """Add a row at the end, which is then started; only for sources whose rows can join."""
         self._late.join()
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         self._late.leave(row)
 
     def weigh(self) -> None:
-        """Say from now on how likely each draft of a chain of the likeliest is."""
+        """Record the probability of each draft from now on, in greedy chains too."""
         self.weighs = True
 
     def absorb(self, feedback: Feedback) -> None:
-        """Read the tokens of a round for which it has not drafted."""
+        """Read the tokens of a round in which it did not draft."""
         self._late.absorb(feedback)
 
     @property
@@ -148,7 +148,7 @@ class ChainDrafter(SourceDrafter):
             probs = with_point_masses(self.source.vocabulary.spread(self.probs(block)), fixed)
             if numbers is not None:
                 return marginal_chain(root, probs, numbers, self.shape)
-            tokens = torch.cat([root[:, None], probs.argmax(-1)], dim=1)
+            tokens = torch.cat([root[:, None], likeliest(probs)], dim=1)
             chances = None
             if self.weighs:
                 chances = F.pad(weighed(block, 1)[1][..., 0], (1, 0), value=1.0)
@@ -169,9 +169,9 @@ class ChainDrafter(SourceDrafter):
 class TreeDrafter(SourceDrafter):
     """The ``total``-node tree (root included) of the likeliest paths of at most ``depth`` tokens.
 
-    With a table of pairs or a memory it is found by beams; then a larger tree holds nearly the most
-    probable. Raises ``ValueError`` for a depth that the source cannot draft and a budget without a
-    draft.
+    With a table of pairs or a memory a beam search finds the tree, and a large one may miss a few
+    of the likeliest paths. Raises ``ValueError`` for a depth that the source cannot draft and a
+    budget without a draft.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class NextDrafts:
         for i, (place, point) in enumerate(zip(block.unbind(1), points, strict=True)):
             scores, memory = self.next_logits(place, tokens[-1], memory)
             if numbers is None:
-                draft = self.vocabulary.to_target(scores.argmax(-1))
+                draft = self.vocabulary.to_target(likeliest(scores))
                 if weighs:
                     chances.append(weighed(scores, 1)[1][..., 0])
             else:

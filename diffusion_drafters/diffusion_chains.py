@@ -23,6 +23,7 @@ from torch import Tensor
 
 from specmm.core.drafter import Feedback
 from specmm.core.randomness import UniformSource, categorical
+from specmm.core.sorting import likeliest
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.diffusion_drafters.block_drafters import SourceDrafter, with_root
@@ -210,7 +211,7 @@ class StepsDrafter(SourceDrafter):
                 if place:
                     logits = self.source.logits_after(drafts, self.max_depth - drafts.shape[1])
                 dist = self.probs(logits[:, :piece])  # [B, M, V]
-                drawn = dist.argmax(-1) if self.greedy else categorical(dist, uniforms.draw(piece))
+                drawn = likeliest(dist) if self.greedy else categorical(dist, uniforms.draw(piece))
                 drafts = torch.cat([drafts, drawn], dim=1)
                 probs.append(dist)
         tokens = torch.cat([feedback.token[:, None], drafts], dim=1)

@@ -29,9 +29,10 @@ from specmm.loading.checkpoints import State, embeddings_of, fingerprint, write_
 
 def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> None:
     """Write the drafter in ``folder`` of the ``target`` model as speculators' ``dflash``, or as
-    ``dspark`` where its drafts are bound to those before.
+    ``dspark`` where a draft depends on the drafts before it.
 
-    Raises ``ValueError`` for what those cannot describe and for a drafter of another target.
+    Raises ``ValueError`` for a drafter that those formats cannot describe or that was trained for
+    another target.
     """
     model = load_dflash(folder)
     check_dflash(model, VLMTarget(target, Processor(), "target"))
@@ -120,7 +121,8 @@ def _tables(ids: Tensor, vocabulary: int) -> State:
 def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:
     """Write the drafter in ``folder`` of the ``target`` model as SpecForge's DFlash.
 
-    Raises ``ValueError`` for what that cannot describe and for a drafter of another target.
+    Raises ``ValueError`` for a drafter that the format cannot describe or that was trained for
+    another target.
     """
     model = load_dflash(folder)
     config = model.config

@@ -46,7 +46,7 @@ class BlockSource(Protocol):
     """Predicts the tokens after the root, all at once.
 
     ``longest`` is the longest block (None: no limit), ``end`` the target's id of its end token,
-    ``vocabulary`` the tokens that its logits are of.
+    ``vocabulary`` the number of tokens that its logits cover.
     """
 
     longest: int | None
@@ -64,9 +64,10 @@ class BlockSource(Protocol):
         """Read the prompt with which the target has just started ``row``."""
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
-        """Logits [B, K, v] of the ``block`` positions after ``feedback.token``, once a round.
+        """Logits [B, K, v] of the ``block`` positions after ``feedback.token``; called once a
+        round.
 
-        Where there are ``next_logits``, what those are made of [B, K, S].
+        If the source has ``next_logits``, their inputs [B, K, S] instead.
         """
 
 
@@ -160,8 +161,8 @@ class DFlashSource:
     """A DFlash drafter of ``target``; its context is the states of chosen layers at the committed
     tokens.
 
-    Raises ``ValueError`` for a target that has not the layers, the width or the mask token's
-    embedding, and for a drafter with a vocabulary or a head of another target's tokens.
+    Raises ``ValueError`` for a target that lacks the layers, the width or the mask token's
+    embedding, and for a drafter whose vocabulary or head belongs to another target.
     """
 
     state: ClassVar[tuple[str, ...]] = ("model",)
@@ -184,13 +185,13 @@ class DFlashSource:
         if ids is None:
             ids = torch.arange(family.vocabulary, device=target.device)
         never = torch.tensor([model.config.mask, *target.image_tokens], device=ids.device)
-        self.barred = torch.isin(ids, never).nonzero()[:, 0]  # of the drafter's tokens
+        self.barred = torch.isin(ids, never).nonzero()[:, 0]  # places among the drafter's tokens
         self.embed = model.embed_tokens or family.plain_embedding
         self.head, self.token_table = self._read_weights()
 
     def _read_weights(self) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
-        """The head, and the table [V, R] of a drafter with our memory; what they keep of the
-        target's weights is read again where these are others, into the same memory.
+        """The head, and the table [V, R] if the drafter has our memory. Both derive from the
+        target's weights and are recomputed in place when those change.
         """
         model, family = self.model, self.target.family
         head = model.lm_head or family.logits_of(model.ids)
@@ -222,15 +223,15 @@ class DFlashSource:
         self.model.cache.take(row, alone.cache)
 
     def join(self) -> None:
-        """One more row, the last, which is then started."""
+        """Add a row at the end, which is then started."""
         self.model.cache.join()
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         self.model.cache.leave(row)
 
     def absorb(self, feedback: Feedback) -> None:
-        """Read the states of a round for which it has not drafted."""
+        """Read the states of a round in which it did not draft."""
         assert feedback.result is not None
         self.model.read(feedback.kept_hidden(), feedback.result.kept)
 

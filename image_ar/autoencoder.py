@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 
 def norm(channels: int) -> nn.GroupNorm:
-    """The normalisation of all of them."""
+    """The normalisation that all blocks share."""
     return nn.GroupNorm(32, channels, eps=1e-6)
 
 

@@ -87,9 +87,10 @@ def check_saving(given: Mapping[str, Any]) -> None:
 
 
 def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> Tell | None:
-    """``callback`` of diffusers' kind for ``pipe``, which sees the ``inputs`` it asks for (all).
+    """The function that tells diffusers' ``callback`` of each round of ``pipe``, with the
+    ``inputs`` that it asked for (None: all).
 
-    Raises ``ValueError`` for what cannot be called, and for inputs that there are not.
+    Raises ``ValueError`` for a callback that cannot be called, and for unknown inputs.
     """
     if not (callback is None or callable(callback)):
         raise ValueError(
@@ -129,8 +130,8 @@ class PicturesSoFar:
 
 @dataclass
 class Watch:
-    """What ``pipe`` does after each round of a batch: it tells the user's function, moves the bar
-    and looks whether it is to end.
+    """What ``pipe`` does after each round of a batch: call the user's function, move the bar, and
+    look whether the user has interrupted.
     """
 
     pipe: Any
@@ -214,7 +215,7 @@ def pictures_as(output_type: str, drawn: Sequence[Tensor], tokens: Tensor) -> Pi
     """Pictures ``drawn`` [N, R, R, 3] uint8 in parts, as diffusers gives them: "pil" as images,
     "np" float32 [N, R, R, 3] and "pt" float32 [N, 3, R, R] in [0, 1], "uint8" as arrays.
 
-    Of "latent", which has no pixels, the ``tokens``.
+    "latent", which has no pixels, gives the ``tokens``.
     """
     if output_type == "latent":
         return tokens

@@ -32,13 +32,13 @@ class FamilyPipeline(DiffusionPipeline, nn.Module):  # type: ignore[misc]  # mod
         return opened
 
     def __init__(self, opened: Any, method: Any = None) -> None:
-        """Never runs: what ``__new__`` gives is another class's."""
+        """Never runs: ``__new__`` returns an object of another class."""
 
     @classmethod
     def extract_init_dict(
         cls, config_dict: dict[str, Any], **options: Any
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """The one component there is, and the options that nothing here takes."""
+        """The one component, and the options that are left unused."""
         return {"opened": (cls.__module__, cls.__name__)}, options, {}
 
     @classmethod

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from specmm.core.stats import Certificate
 
 Record = dict[str, Any]
-KEY = "specmm"  # of a PNG's text
+KEY = "specmm"  # the key in a PNG's text
 DESCRIPTION = 0x010E  # EXIF ImageDescription, of other kinds of files
-SUM = "sum"  # by which an edited record is told
+SUM = "sum"  # the checksum's field
 FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
 MODELS = ("model", "drafter", "small", "text_encoder")  # by name
-OWN = ("class", "prompt", "negative_prompt", "seed")  # of a picture among others
+OWN = ("class", "prompt", "negative_prompt", "seed")  # differ between the pictures of a call
 
 
 # ---- records of a call
@@ -78,7 +78,7 @@ class Recorder:
         found = []
         for place, (one, quick) in enumerate(zip(asked, compiled, strict=True)):
             among = {} if len(asked) == 1 else {"rows": rows, "place": place, "batch": asked}
-            if invariant:  # of programs their number of rows counts
+            if invariant:  # a program rounds by its number of rows alone
                 among = {"rows": rows} if quick else {}
             made = {"method": label(method), "compiled": quick, **self.maker}
             found.append({**one, **made, "certificate": claim, **among})
@@ -135,7 +135,7 @@ def processor(device: torch.device) -> str:
 
 
 def maker_in(record: Record) -> Record:
-    """The part of a ``record`` that other pictures have in common."""
+    """The part of a ``record`` that pictures of one model and machine share."""
     own = (*OWN, "method", "compiled", "certificate", "rows", "place", "batch", "inputs")
     return {name: value for name, value in record.items() if name not in own}
 
@@ -144,12 +144,12 @@ def maker_in(record: Record) -> Record:
 
 
 def sealed(record: Record) -> str:
-    """``record`` as text, with a sum by which a later change of it is told."""
+    """``record`` as text, with a checksum that shows later edits."""
     return json.dumps({**record, SUM: sum_of(record)}, ensure_ascii=True)
 
 
 def sum_of(record: Record) -> str:
-    """Digits by which an edited record is told."""
+    """A checksum that shows whether a record was edited."""
     content = {k: v for k, v in record.items() if k != SUM}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -171,7 +171,8 @@ def write_pictures(
 ) -> None:
     """Write each of the ``pictures`` with its record to one of ``files``.
 
-    Raises ``ValueError`` for another number of files, another kind, and what is no picture.
+    Raises ``ValueError`` for another number of files, an unknown file format, and for arrays that
+    are no pictures.
     """
     if len(files) != len(records):
         raise ValueError(f"files must be one for each of {len(records)} pictures, got {len(files)}")
@@ -185,7 +186,7 @@ def write_pictures(
 
 
 def read_record(file: Path | IO[bytes]) -> Record:
-    """The record in a picture's ``file``, {} if there is none but what other programs say."""
+    """The record in a picture's ``file``; {} if the file has none of ours."""
     with Image.open(file) as image:
         text = image.info.get(KEY) or image.getexif().get(DESCRIPTION) or "{}"
     try:

@@ -54,7 +54,7 @@ class ImageOutput(Mapping[str, Any]):
     ``certificate``, ``method``; ``compiled`` [B] says which pictures programs were run for, and
     ``records`` [B] from what each can be drawn again (:mod:`specmm.image_ar.records`).
 
-    As diffusers' outputs they are had by name and by number, too.
+    Fields can also be indexed by name and by number, as in diffusers' outputs.
     """
 
     images: Pictures
@@ -143,7 +143,7 @@ class Moving:
         return is_watched() or not getattr(self.bar, "disable", False)
 
     def ended(self, count: int) -> None:
-        """So many more pictures are done; what moves next counts them no longer."""
+        """Count ``count`` more pictures as done; later moves no longer include them."""
         self.done += count
 
     def __call__(self, pictures: float = 0.0) -> None:
@@ -167,15 +167,15 @@ class PicturePipeline(ABC, Generic[M]):
     family: ClassVar[str]
     registry: ClassVar[methods.Methods]
     saved: ClassVar[tuple[str, ...]] = ("transformer", "vae", "small")  # networks, and folders
-    sampling_options: ClassVar[tuple[str, ...]]  # of ``target``, and of a call
-    call_options: ClassVar[tuple[str, ...]] = ()  # of a call, what pictures are like
+    sampling_options: ClassVar[tuple[str, ...]]  # arguments of ``target``, and of a call
+    call_options: ClassVar[tuple[str, ...]] = ()  # arguments of a call about pictures
     steps_option: ClassVar[str | None] = None  # diffusers' num_inference_steps
     paints: bool = False  # a diffusion model makes pixels, and is what ``guidance_scale`` is about
     batch_invariant: ClassVar[bool] = True  # within ``specmm.batch_invariant``, in float32
     plans: ClassVar[Literal["trees", "scales"] | None] = None  # what ``specmm plan`` measures
     _interrupt = False
-    called_on: torch.device | None = None  # where calls run whose networks rest on the CPU
-    log_likelihood: Any = None  # of tokens under the target, where they have one
+    called_on: torch.device | None = None  # the device of calls, if networks rest on the CPU
+    log_likelihood: Any = None  # a function of tokens, if they have a likelihood
     _callback_tensor_inputs: ClassVar[list[str]] = list(TENSOR_INPUTS)  # as in diffusers
 
     def __init__(self, settings: Any, method: Any, name: str, family: str | None = None) -> None:
@@ -183,7 +183,7 @@ class PicturePipeline(ABC, Generic[M]):
         self.settings = settings
         self.method: M = methods.make(self.registry, method)
         self.name = name
-        self.source = {"model": name}  # what was opened: see ``open_pictures``
+        self.source = {"model": name}  # see ``open_pictures``
         self.works = Works(family or self.family)  # measured seconds, compiled and not
 
     def called(self, given: dict[str, Any]) -> Any:
@@ -259,10 +259,11 @@ class PicturePipeline(ABC, Generic[M]):
         return output if given["return_dict"] else output.to_tuple()
 
     def settle_names(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The ``options`` of a call that are not None, by the names they have in this family, whose
-        others diffusers' users type.
+        """The ``options`` of a call that are not None, with diffusers' names replaced by this
+        family's.
 
-        Raises ``ValueError`` for what has no meaning here, and ``TypeError`` for unknown names.
+        Raises ``ValueError`` for options without a meaning here, and ``TypeError`` for unknown
+        names.
         """
         known = (*self.sampling_options, *self.call_options)
         found = dict(options)
@@ -284,7 +285,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @abstractmethod
     def __call__(self, *args: Any, **options: Any) -> ImageOutput:
-        """Draw pictures: what of and how are a family's own arguments, which ``called`` takes."""
+        """Draw pictures; each family defines its own arguments and passes them to ``called``."""
 
     @abstractmethod
     def target(self, *args: Any, **options: Any) -> Any:
@@ -356,10 +357,10 @@ class PicturePipeline(ABC, Generic[M]):
         self, folder: str | Path, dtype: torch.dtype | None = None, **diffusers: Any
     ) -> None:
         """Write everything ``from_pretrained`` reads, with the official parameter names, in
-        safetensors (in ``dtype``, such as bf16, which halves it). What ``diffusers``' pipelines
-        also take is taken where it changes nothing here: a network's weights are one file.
+        safetensors (in ``dtype``, such as bf16, which halves it). Arguments of ``diffusers``'
+        pipelines are accepted where they change nothing here: a network's weights are one file.
 
-        Raises ``ValueError`` for what would be written otherwise.
+        Raises ``ValueError`` for arguments that would change what is written.
         """
         check_saving(diffusers)
         folder = Path(folder)
@@ -437,8 +438,8 @@ class PicturePipeline(ABC, Generic[M]):
     def measured(
         self, sampling: Mapping[str, Any], prompt: str | None = None, **wanted: Any
     ) -> Any:
-        """The target that plans are measured on: under options of ``sampling``, of pictures
-        ``wanted`` so, and of a ``prompt``.
+        """The target that plans are measured on, under the options ``sampling`` and for a
+        ``prompt``.
 
         Raises ``ValueError`` for models that draw one size of classes.
         """
@@ -464,7 +465,7 @@ class PicturePipeline(ABC, Generic[M]):
         return (target,)
 
     def timed(self, method: M) -> bool:
-        """Whether what ``method`` draws depends on seconds measured on this machine."""
+        """Whether the tokens that ``method`` draws depend on seconds measured on this machine."""
         return method.timed
 
     def runnable(self, usual: list[M]) -> list[M]:

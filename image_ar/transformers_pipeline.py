@@ -41,7 +41,7 @@ from specmm.image_ar.tokens.pipeline import LlamaGenSettings
 from specmm.image_ar.tokens.running import TokenPictures
 from specmm.loading.hardware import Place, contiguous_state, prepack
 
-EXAMPLE = "a red apple on a table"  # what methods are measured on before there are prompts
+EXAMPLE = "a red apple on a table"  # measurements before the first prompt use it
 
 
 class Wanted(NamedTuple):
@@ -56,7 +56,7 @@ class Wanted(NamedTuple):
 
 
 class TransformersImagePictures(TokenPictures):
-    """A model of transformers that draws pictures, and its tokenizer, after one call.
+    """A model of transformers that draws pictures, and its tokenizer.
 
     Several threads may share one.
 
@@ -69,7 +69,7 @@ class TransformersImagePictures(TokenPictures):
     static = StaticPictureTarget
     call_options = ("negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
     takes = "prompt"
-    _drew: Layout | None = None  # of the pictures drawn last
+    _drew: Layout | None = None  # the layout of the last pictures
     batch_invariant = False  # a prompt's padding depends on the longest of its batch
 
     def __init__(
@@ -376,7 +376,7 @@ def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
     def load(dtype: torch.dtype | None) -> Any:
         return load_model(kind, folder, facts.unneeded, dtype=dtype or "auto", **placing.options)
 
-    # what fills the rest is of no less than the wanted dtype
+    # the weights that fill the rest have at least the wanted dtype
     model = load(placing.place.dtype) if fills else placing.loaded(load)
     facts.check(model)
     if fills:

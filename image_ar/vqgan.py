@@ -22,7 +22,7 @@ from specmm.loading.checkpoints import PICKLED, State, load_strict, read_checkpo
 
 FILE = "vqgan.ckpt"
 DIFFUSERS = "vq"  # the folder of a tokenizer in diffusers' layout
-PLACES = ("", "vq", "tokenizer")  # of the file, from a model's folder
+PLACES = ("", "vq", "tokenizer")  # folders that may hold the file, below a model's
 OWN = "model.vqmodel."  # how a conversion's names begin
 NEEDED = ("decoder.", "post_quant_conv.", "quantize.embedding.")
 
@@ -55,7 +55,8 @@ class VQGANDecoder(nn.Module):
 
 
 def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
-    """The decoder beside or in the model of ``folder``, by its ``vq_config``; None where none is.
+    """The decoder in or beside the model in ``folder``, by its ``vq_config``; None if there is
+    none.
 
     Raises ``ValueError`` for a file that does not fit the config.
     """
@@ -70,8 +71,8 @@ def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
 
 
 def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
-    """Give a model's ``vqmodel``, which was saved without it, the weights published beside it in
-    ``folder``; whether there are some.
+    """Load the weights published beside the model in ``folder`` into its ``vqmodel``, which was
+    saved without them. Returns whether there are any.
     """
     file = _published(folder)
     if file is not None:
@@ -83,7 +84,7 @@ def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
 
 def keep_decoder(folder: Path, into: Path) -> None:
     """Copy the decoder beside the model of ``folder`` ``into`` another folder, if there is one;
-    weights among the model's, which transformers leaves out, become a file apart.
+    weights inside the model's own files, which transformers would drop, get a file of their own.
     """
     if (folder / DIFFUSERS).is_dir():
         shutil.copytree(folder / DIFFUSERS, into / DIFFUSERS, dirs_exist_ok=True)

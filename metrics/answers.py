@@ -28,12 +28,12 @@ from specmm.metrics.measurement import Measurement
 
 Predictions = Mapping[str, str]  # question to answer
 Answers = Mapping[str, Sequence[str]]  # question to the right answers, or to the annotators'
-Score = Callable[[str, Sequence[str]], float]  # of a prediction on its question's answers: [0, 1]
+Score = Callable[[str, Sequence[str]], float]  # a prediction's on its answers, in [0, 1]
 T = TypeVar("T")
 QUESTION = ("question_id", "questionId", "id")
 LISTS = ("annotations", "data")
 ANLS_THRESHOLD = 0.5  # as published
-TOLERANCE = 0.05  # of ChartQA
+TOLERANCE = 0.05  # ChartQA's
 
 
 def mean_score(
@@ -94,7 +94,7 @@ def anls_score(prediction: str, answers: Sequence[str]) -> float:
 
 def edit_distance(first: str, second: str) -> int:
     """The fewest insertions, deletions and substitutions of characters (Levenshtein)."""
-    row = list(range(len(second) + 1))  # of the prefix of `first` so far to every one of `second`
+    row = list(range(len(second) + 1))  # from a prefix of `first` to each of `second`
     for i, letter in enumerate(first, 1):
         above = row[0]
         row[0] = i

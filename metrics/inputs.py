@@ -37,22 +37,22 @@ Skipped = list[tuple[str, str]]  # (name, reason) of pictures
 ARRAYS = (".npz", ".npy")
 ARCHIVES = (".zip", ".tar")
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")  # no member is read without the rest
-NAMES = ("images", "arr_0")  # of the array in an .npz: ours, and ADM's
+NAMES = ("images", "arr_0")  # an .npz's array: ours, and ADM's
 DECODING = (
     "RGB 8 bit (high byte of 16); EXIF orientation applied; transparency on white; first frame"
 )
 FEW = 64  # files that are not worth starting workers for
 BLOCK = 16  # files a worker decodes at a time
-METHODS = {9: "deflate64", 93: "zstd", 95: "xz", 96: "jpeg"}  # of a .zip, that need not be known
+METHODS = {9: "deflate64", 93: "zstd", 95: "xz", 96: "jpeg"}  # a .zip's that may lack support
 LOCAL_HEADER = 30  # bytes of it before the member's name in a .zip
 
 
 class PictureSource:
     """Pictures [H, W, 3] uint8, read anew at each iteration; a generator can be iterated once.
 
-    ``files`` are where they lie, if they are files or in archives of files, and ``left_out`` how
-    many others there are, by why they are no pictures. ``skipped`` lists (name, reason) of the
-    pictures that could not be read in the last pass.
+    ``files`` are the pictures' files and archive members, if they come from files, and ``left_out``
+    counts the other files by the reason why they are no pictures. ``skipped`` lists (name, reason)
+    of the pictures that could not be read in the last pass.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PictureSource:
         return self._count  # bad ones included; 0 where that is not known
 
     def counts(self) -> dict[str, int]:
-        """How many files there are; then how many were pictures, and how many not, by the reason.
+        """The number of files, of pictures among them, and of other files by the reason.
 
-        Empty where nothing is known of files.
+        Empty if the pictures do not come from files.
         """
         if not self.files:
             return {}
@@ -162,7 +162,7 @@ class PictureFile:
                 raise ValueError("must not be encrypted; unpack the archive with its password")
             local = file.read(LOCAL_HEADER)
             lengths = (int.from_bytes(local[i : i + 2], "little") for i in (26, 28))
-            file.seek(sum(lengths), os.SEEK_CUR)  # of the name and of the extra fields
+            file.seek(sum(lengths), os.SEEK_CUR)  # skip the name and the extra fields
             try:
                 return zipfile.ZipExtFile(file, "r", info).read()
             except NotImplementedError:
@@ -213,8 +213,8 @@ def _decoded(
 
 
 def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureFile], Counter[str]]:
-    """The pictures in a folder, archive or glob ``source``, or it alone, in the order of their
-    names, and how many other files there are, by why they are left out.
+    """The pictures in ``source`` (a folder, archive, glob or single file), ordered by name, and the
+    number of other files by the reason why they are left out.
 
     Raises ``ValueError`` where there are none, and for a broken archive; with ``skip_bad`` one
     in a folder is left out.
@@ -254,12 +254,12 @@ def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
         if Path(source).suffix.lower() in PACKED:
             raise ValueError(f"{source} must be unpacked, or made a .zip or an uncompressed .tar")
         yield source, ""
-    else:  # what matches is meant, whatever its ending
+    else:  # a glob's matches count, whatever their endings
         yield from ((f, "") for f in sorted(glob.glob(source, recursive=True)) if os.path.isfile(f))
 
 
 def _other(name: str, known: set[str]) -> str:
-    """Which ending the file called ``name`` has that is not among the ``known`` ones, else ""."""
+    """The ending of the file called ``name`` if it is not among the ``known`` ones, else ""."""
     ending = os.path.splitext(name)[1].lower()
     return "" if ending in known else f"ending {ending}" if ending else "without ending"
 
@@ -325,8 +325,8 @@ def _beside(name: str, target: str) -> str:
 
 @contextlib.contextmanager
 def whole(path: str | Path, what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Errors of what is read within, also ``errors``, become the ``ValueError`` that ``path`` must
-    be a ``what``.
+    """Turn errors of the block, ``errors`` among them, into a ``ValueError`` that ``path`` must be
+    a ``what``.
     """
     damage: tuple[type[Exception], ...] = (
         zipfile.BadZipFile,

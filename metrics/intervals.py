@@ -18,7 +18,7 @@ from specmm.metrics.frechet import FeatureStatistics, Gaussian, frechet_distance
 from specmm.metrics.measurement import Interval
 
 DRAWS_AT_ONCE = 64  # rows of weights held at a time for a mean
-GROUPS = 20  # of a jackknife
+GROUPS = 20  # the groups of a jackknife
 LEVEL = 0.95
 
 

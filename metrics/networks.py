@@ -25,8 +25,8 @@ from specmm.zoo.efficientnet import load_network
 
 INCEPTION_SIDE = 299  # pixels
 INCEPTION_RESIZE = f"{INCEPTION_SIDE} bilinear tensorflow-1, no antialias"
-SIDE = 224  # of EfficientNet-lite0 and DINOv2 (16 patches of 14)
-MEAN = (0.485, 0.456, 0.406)  # of ImageNet's pictures in [0, 1]
+SIDE = 224  # pixels: EfficientNet-lite0 and DINOv2 (16 patches of 14)
+MEAN = (0.485, 0.456, 0.406)  # the mean of ImageNet's pictures in [0, 1]
 STD = (0.229, 0.224, 0.225)
 Device = torch.device | str
 

@@ -33,7 +33,7 @@ from specmm.metrics.networks import CLIP
 
 WINDOW = 11  # pixels of SSIM's Gaussian
 EQUAL = 100.0  # dB that a picture without any error counts
-SCALE = 100.0  # of CLIPScore
+SCALE = 100.0  # CLIPScore's w
 PAPER_SCALE = 2.5
 
 T = TypeVar("T")

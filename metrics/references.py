@@ -29,8 +29,8 @@ from specmm.metrics.features import Protocol
 from specmm.metrics.frechet import Gaussian
 
 Layout = Literal["specmm", "clean-fid", "adm", "torch-fidelity"]
-ASYMMETRY = 1e-6  # of sigma, relative to its largest entry, that rounding may explain
-ARRAYS = {"mu", "sigma", "mu_s", "sigma_s", "count", "protocol"}  # that are read from an .npz
+ASYMMETRY = 1e-6  # rounding's asymmetry of sigma, relative to its largest entry
+ARRAYS = {"mu", "sigma", "mu_s", "sigma_s", "count", "protocol"}  # the arrays read from an .npz
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
         if isinstance(row.get("speedup"), int | float):
             speed.append(row)
         elif isinstance(found, Measurement):
-            difference(measured.setdefault(found.metric, found), found)  # of one protocol
+            difference(measured.setdefault(found.metric, found), found)  # or raises
             known = quality.setdefault(row["method"], {"method": row["method"]})
             known |= {found.metric: found.value, "samples": found.protocol.get("counts", [None])[0]}
             if found.interval:

@@ -24,13 +24,13 @@ class KnownWeights:
     what: str
     licence: str
     file: str
-    url: str = ""  # where no package brings it
+    url: str = ""  # if no package has it
     package: tuple[str, str] | None = None  # module, and the file inside it
     install: str = ""  # the command that brings the package
     companions: tuple[str, ...] = ()  # files beside it, in a repository of the Hugging Face hub
 
     def inside(self, place: Path) -> Path | None:
-        """The weights at ``place``: a file given outright, or what lies in a folder."""
+        """The weights at ``place``: a file, or the known names in a folder."""
         if not self.companions:
             file = place / self.file if place.is_dir() else place
             return file if file.is_file() else None

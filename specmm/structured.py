@@ -1,10 +1,10 @@
-"""Answers that are spelled by a JSON schema, a regular expression or a grammar, by any method.
+"""Answers constrained by a JSON schema, a regular expression or a grammar, with any method.
 
 >>> pipe = specmm.TextPipeline.from_pretrained("pocket/coder", method="block")
 >>> pipe("x = ", grammar=specmm.structured.json_schema({"type": "array"}), max_new_tokens=32)
 
-xgrammar (arXiv 2411.15100) says which tokens may come next. Its matchers go back, so nodes of a
-draft tree are asked along their paths, and none below a token that may not come.
+xgrammar (arXiv 2411.15100) tells which tokens are allowed next. Its matchers can roll back, so a
+draft tree is checked path by path, and never below a token that is not allowed.
 
 Shape letters: B batch, N nodes, V vocabulary.
 """
@@ -32,16 +32,16 @@ from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape, paths
 from specmm.loading.extras import needed
 
-BITS = 32  # of a word of a mask
+BITS = 32  # of a mask's word
 LATEST = 256  # masks that are kept: those of a round are asked for twice
 _compiled: WeakKeyDictionary[PreTrainedTokenizerBase, dict[Any, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """How an answer is spelled: ``kind`` is "json_schema", "regex", "grammar" (EBNF as GBNF's) or
-    "structural_tag" (xgrammar's), ``source`` its text. JSON has blanks and line breaks anywhere
-    (``any_whitespace``), or one blank after each comma and colon.
+    """A constraint on answers: ``kind`` is "json_schema", "regex", "grammar" (EBNF as GBNF's) or
+    "structural_tag" (xgrammar's), ``source`` its text. JSON may have blanks and line breaks
+    anywhere (``any_whitespace``), or has one blank after each comma and colon.
     """
 
     kind: str
@@ -51,10 +51,10 @@ class Grammar:
     def compiled(
         self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: Sequence[int]
     ) -> Any:
-        """For the tokens of ``tokenizer``, of which the model has ``vocabulary`` and answers end by
-        ``ends``; kept.
+        """The grammar compiled for the tokens of ``tokenizer``, with the model's ``vocabulary``
+        size and end tokens ``ends``; cached.
 
-        Raises ``ValueError`` for a source that is none of its kind, and without xgrammar.
+        Raises ``ValueError`` for a source that is invalid for its kind, and without xgrammar.
         """
         known = _compiled.setdefault(tokenizer, {})
         key = (self, vocabulary, tuple(ends))
@@ -81,7 +81,7 @@ class Grammar:
                 "structural_tag": compiler.compile_structural_tag,
             }
             return how[self.kind](self.source)
-        except Exception as error:  # of several classes, none of them documented
+        except Exception as error:  # several classes, none of them documented
             said = " ".join(str(error).split()) or type(error).__name__
             said = re.sub(r"^\[[\d:]+\] \S+: ", "", said)  # when, and where in its source
             raise ValueError(f"{self.kind} cannot be used, got: {said}") from error
@@ -113,7 +113,8 @@ def json_schema(
 
 
 def of_call(given: Any) -> Grammar:
-    """What a call is given as its grammar: one, a JSON schema as a dict, or a class of pydantic.
+    """The grammar in a call's argument: a :class:`Grammar`, a JSON schema as a dict, or a pydantic
+    class.
 
     Raises ``ValueError`` for anything else.
     """
@@ -133,12 +134,12 @@ def regex(pattern: str) -> Grammar:
 
 
 def grammar(ebnf: str | Path) -> Grammar:
-    """Texts of the rule ``root`` of an EBNF, its text or a file."""
+    """Texts of the rule ``root`` of an EBNF grammar, given as text or a file."""
     return Grammar("grammar", _text(ebnf))
 
 
 def _text(given: str | Path) -> str:
-    """A text itself, or what a file holds."""
+    """``given`` if it is text, or the content of the file."""
     place = Path(given) if isinstance(given, Path) or len(given) < 256 else None
     if isinstance(given, Path) or (place is not None and "\n" not in given and place.is_file()):
         assert place is not None
@@ -151,7 +152,7 @@ def _text(given: str | Path) -> str:
 
 @dataclass(frozen=True)
 class Mask:
-    """The tokens that may come, as bits of ``words`` [V / 32] int32."""
+    """The allowed tokens, as bits of ``words`` [V / 32] int32."""
 
     words: Tensor
 
@@ -159,14 +160,14 @@ class Mask:
         return bool(int(self.words[token // BITS]) >> token % BITS & 1)
 
     def others(self, like: Tensor) -> Tensor:
-        """Which tokens may not come [V] bool, where ``like`` [V] is."""
+        """The tokens that are not allowed, [V] bool, on the device of ``like`` [V]."""
         places = torch.arange(BITS, dtype=torch.int32)
         bits = (self.words[:, None] >> places & 1).flatten()[: len(like)]
         return (bits == 0).to(like.device)
 
 
 class Matchers:
-    """Which tokens may follow an answer, by row: matchers go back to where answers part."""
+    """The tokens allowed after an answer, by row; matchers roll back to where answers part."""
 
     def __init__(self, compiled: Sequence[Any]) -> None:
         self.compiled = list(compiled)  # one for all rows, or one a row
@@ -175,9 +176,9 @@ class Matchers:
         self._masks: dict[tuple[int, ...], Mask | None] = {}  # the latest, by row and answer
 
     def mask(self, row: int, answer: Sequence[int]) -> Mask | None:
-        """The tokens that may follow ``answer``; None where it has ended, or cannot be.
+        """The tokens allowed after ``answer``; None if it has ended or breaks the grammar.
 
-        Raises ``ValueError`` where the tokenizer has no token that goes on.
+        Raises ``ValueError`` if no token of the tokenizer can continue it.
         """
         key = (row, *answer)
         if key not in self._masks:
@@ -187,7 +188,7 @@ class Matchers:
         return self._masks[key]
 
     def forced(self, row: int, answer: Sequence[int]) -> bytes:
-        """The text that must follow ``answer``; empty where none must."""
+        """The text that must follow ``answer``; empty if several may."""
         matcher = self._matcher(row, answer)
         return b"" if matcher is None else str(matcher.find_jump_forward_string()).encode()
 
@@ -207,7 +208,7 @@ class Matchers:
         return Mask(words[0])
 
     def _matcher(self, row: int, answer: Sequence[int]) -> Any:
-        """xgrammar's of a ``row`` after ``answer``; None where that has ended, or cannot be."""
+        """xgrammar's matcher of ``row`` after ``answer``; None if none may follow."""
         from xgrammar import GrammarMatcher
 
         if row not in self._rows:
@@ -228,8 +229,8 @@ class Matchers:
 
 @dataclass(frozen=True)
 class Spelling:
-    """A grammar's ``matchers``, and the tokens ``ids`` by their texts, of at most ``longest``
-    bytes.
+    """A grammar's ``matchers``, and the ``ids`` of tokens by their bytes (at most ``longest``), to
+    spell forced text.
     """
 
     matchers: Matchers
@@ -238,7 +239,7 @@ class Spelling:
 
     @classmethod
     def of(cls, matchers: Matchers, tokenizer: PreTrainedTokenizerBase) -> Spelling:
-        """By ``matchers`` for the tokens of ``tokenizer``."""
+        """The spelling by ``matchers`` with the tokens of ``tokenizer``."""
         known = _compiled.setdefault(tokenizer, {})
         if cls not in known:
             texts = list(matchers.compiled[0].tokenizer_info.decoded_vocab)
@@ -247,18 +248,18 @@ class Spelling:
         return cls(matchers, *known[cls])
 
     def forced(self, row: int, answer: Sequence[int]) -> int | None:
-        """The longest token of what must follow ``answer``; None where nothing must."""
+        """The longest token of the text that must follow ``answer``; None if several texts may."""
         text = self.matchers.forced(row, answer)
         starts = (text[:n] for n in range(min(len(text), self.longest), 0, -1))
         return next((self.ids[start] for start in starts if start in self.ids), None)
 
 
 class SpelledDrafts:
-    """``inner``, whose chains of drafts go as a ``spelling`` does: a draft that may not come makes
-    way for a token of what must, and where nothing must, the chain ends before it.
+    """The drafter ``inner`` with its chains made to fit a ``spelling``: a draft that is not allowed
+    is replaced by a token of the forced text, or ends the chain if no text is forced.
 
-    ``answer`` gives a row's tokens before the root. What is recorded is what a token shown was
-    drawn from.
+    ``answer`` gives a row's tokens before the root. The recorded distributions are those of the
+    final tokens.
     """
 
     def __init__(
@@ -281,7 +282,7 @@ class SpelledDrafts:
         self.inner.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """What ``inner`` proposes, spelled if it is a chain."""
+        """The tree of ``inner``; chains are made to fit the spelling."""
         tree = self.inner.propose(widened(feedback, self.max_depth), uniforms)
         if not tree.shape.is_chain:
             return tree
@@ -293,7 +294,7 @@ class SpelledDrafts:
         tokens = [ids + [0] * (depth + 1 - len(ids)) for ids, _ in rows]
         made = torch.tensor(tokens, device=tree.tokens.device)
         probs = None
-        if tree.probs is not None:  # where nothing was drawn, a draft is certain
+        if tree.probs is not None:  # drafts without distributions are certain
             probs = F.one_hot(made, tree.probs.shape[-1]).to(tree.probs)
             for row, (_, drawn) in enumerate(rows):
                 for node, own in drawn.items():
@@ -303,8 +304,8 @@ class SpelledDrafts:
     def _spelled(
         self, row: int, drafts: list[int], probs: Tensor | None
     ) -> tuple[list[int], dict[int, Tensor]]:
-        """Root and drafts of a ``row``, and by node what those were drawn from [V], where the
-        ``drafts`` were by ``probs`` [N, V].
+        """Root and final drafts of a ``row``, and their distributions [V] by node, if ``drafts``
+        were drawn from ``probs`` [N, V].
         """
         answer = self.answer(row)
         said = drafts[:1]
@@ -331,7 +332,7 @@ class SpelledDrafts:
 
 @dataclass
 class Constrained:
-    """``plain``, of the tokens that a grammar lets come; a
+    """The processor ``plain`` restricted to the tokens that a grammar allows; a
     :class:`specmm.hf.models.target.ProbsProcessor`.
     """
 
@@ -369,17 +370,17 @@ class Constrained:
 
 class GrammarProcessor(LogitsProcessor):
     """A grammar for transformers' ``generate``, with or without ``custom_generate``, and in place
-    of xgrammar's own class, which would hear drafts that are rejected.
+    of xgrammar's own class, which would see rejected drafts.
 
-    It goes by the ids it is given, in any order.
+    It depends only on the ids of each call, in any order of calls.
     """
 
     def __init__(self, *compiled: Any) -> None:
         self.matchers = Matchers(compiled)
-        self.width = 0  # of the prompt
+        self.width = 0  # the prompt's
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [B, V] with negative infinity for tokens that may not come."""
+        """Scores [B, V] with -inf for tokens that are not allowed."""
         self.width = self.width or input_ids.shape[1]
         scores = scores.clone()
         for row, ids in enumerate(input_ids[:, self.width :].tolist()):

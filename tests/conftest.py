@@ -156,6 +156,6 @@ def taped(monkeypatch):
     ):
         monkeypatch.setattr(f"specmm.{module}.captures", lambda device: True)
     monkeypatch.setattr("specmm.programs.graphs.record_on_gpu", record_on_tape)
-    monkeypatch.setattr("specmm.core.processors.by_numpy", lambda x: False)
+    monkeypatch.setattr("specmm.core.sorting.by_numpy", lambda x: False)
     record_on_tape.records = record_on_tape.replays = 0
     return record_on_tape

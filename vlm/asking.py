@@ -95,7 +95,8 @@ class Questions:
         return Questions(self.texts[some], self.pictures[some], self.videos[some], self.chat)
 
     def inputs(self, processor: Any) -> dict[str, Any]:
-        """The output of ``processor`` for them: ``input_ids`` [B, L] and the rest, as tensors.
+        """The output of ``processor`` for the questions: ``input_ids`` [B, L] and the rest, as
+        tensors.
 
         Raises ``ValueError`` for inputs that the processor does not accept.
         """

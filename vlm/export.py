@@ -19,7 +19,8 @@ from specmm.vlm.msd import drafted_embeddings, load_msd
 
 
 def to_eagle(folder: Path, target: PreTrainedModel, out: Path) -> str:
-    """Write the head in ``folder`` of the ``target`` model for text prompts, and what to know.
+    """Write the head in ``folder`` of the ``target`` model for text prompts; returns a note for
+    users.
 
     Raises ``ValueError`` for heads that EAGLE-1 has no form for.
     """

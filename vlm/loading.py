@@ -70,7 +70,7 @@ TEMPLATE = (
     "{{ '<|im_start|>assistant\\n' if add_generation_prompt }}"
 )
 FINE_BLOCK = 10  # the tower's last block at stride 16; the last of all is at stride 32
-MEAN = 127 / 255  # of a pixel in [0, 1], each channel
+MEAN = 127 / 255  # a pixel's mean in [0, 1], each channel
 STD = 128 / 255
 
 
@@ -122,7 +122,7 @@ def load_small(folder: Path, target: PreTrainedModel, method: str) -> SmallModel
 
 
 def is_composed(folder: Path) -> bool:
-    """Whether ``folder`` holds only what joins two packages' models."""
+    """Whether ``folder`` holds only the projector between two packages' models."""
     return (folder / PROJECTOR).is_file()
 
 

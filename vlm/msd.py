@@ -48,7 +48,7 @@ from specmm.loading.mapped import WithoutWeights
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 PLAIN_ROPE = ("default", "mrope")  # the release turns M-RoPE models' slots one-dimensionally, too
 EMBEDDINGS = "embed_tokens.weight"
-ROWS = 4096  # of embeddings that are compared at a time
+ROWS = 4096  # rows of embeddings compared at a time
 LEFTOVERS = ("rotary_emb",)
 # Relative distance of embeddings: two roundings of the same are far below, others are at about 1.
 SAME = 0.05
@@ -99,7 +99,7 @@ class MSDConfig:
             raise ValueError(
                 f"{source} must give {', '.join(SIZES)} as whole numbers, got none for {missing}"
             )
-        rope = facts.get("rope_parameters") or {}  # where transformers 5 puts the base
+        rope = facts.get("rope_parameters") or {}  # transformers 5's place for the base
         scaling = facts.get("rope_scaling") or rope
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in PLAIN_ROPE:
@@ -268,7 +268,7 @@ class BoundMSD:
         )
 
     def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
-        """The target's own."""
+        """The target's own embeddings."""
         return embeddings
 
     def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:

@@ -21,7 +21,7 @@ from specmm.loading.pictures import header, upright
 
 Source: TypeAlias = str | Path | bytes | BinaryIO | Image.Image | npt.NDArray[Any] | Tensor
 MOST_PIXELS = 80_000_000  # a larger picture takes more than 240 MB before it is scaled down
-MOST_BYTES = 200_000_000  # of a picture from the network
+MOST_BYTES = 200_000_000  # a picture's limit from the network
 PATIENCE = 30  # seconds that a server may keep silent
 
 
@@ -29,8 +29,8 @@ def open_image(source: Source) -> Image.Image:
     """RGB picture of a file, its bytes, an address (http, https, data), a PIL image, or an array or
     tensor, turned as its camera says, transparency on white.
 
-    An animation gives its first frame; of 16 bits the high byte. Raises ``ValueError`` for what is
-    no picture, is damaged, or has more than ``MOST_PIXELS`` pixels, as its header tells before
+    An animation gives its first frame; of 16 bits the high byte. Raises ``ValueError`` for a source
+    that is no picture, is damaged, or has more than ``MOST_PIXELS`` pixels by its header, before
     anything is decoded.
     """
     file, name = _named(source)
@@ -41,7 +41,7 @@ def open_image(source: Source) -> Image.Image:
 
 
 def _named(source: Source) -> tuple[str | io.BytesIO | Image.Image, str]:
-    """The file or picture, and what messages call it."""
+    """The file or picture, and its name in messages."""
     if isinstance(source, Image.Image):
         return source, "picture"
     if isinstance(source, np.ndarray | Tensor):

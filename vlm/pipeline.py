@@ -178,7 +178,7 @@ class VQAPipeline(Pipeline):
         videos: Videos = None,
         **options: Unpack[CallOptions],
     ) -> Iterator[list[RoundText]]:
-        """As ``stream``, with the tokens of each round, and its accepted drafts set apart."""
+        """As ``stream``, with token counts; accepted drafts are separate pieces if ``apart``."""
         rounds = self._rounds(True, self.options(options), questions, images, videos)
         yield from turns_of(self.model).each(rounds)
 
@@ -193,11 +193,11 @@ class VQAPipeline(Pipeline):
     def prepared(
         self, images: Images = None, questions: Texts | None = None, **options: Any
     ) -> tuple[VLMTarget, VLMPrompt]:
-        """The model as a target for ``questions``, and these as it reads them, all at once."""
+        """The model as a target for ``questions``, and the questions as one batch of its inputs."""
         return self._prepared(self.options(options), questions, images)
 
     def prompt(self, asked: Any, options: Options) -> VLMPrompt:
-        """What is ``asked``, as the processor writes it."""
+        """The model's inputs for what was ``asked``."""
         return VLMPrompt(asked.inputs(self.processor), options.max_new_tokens, asked)
 
     def asked(
@@ -222,7 +222,7 @@ class VQAPipeline(Pipeline):
         videos: Videos = None,
         **options: Any,
     ) -> Run:
-        """A run that has decoded nothing yet, for those who want its steps one by one."""
+        """A run that has decoded nothing yet, for callers that play its rounds one by one."""
         return self._start(self.options(options), questions, images, videos)
 
     def _rounds(self, apart: bool, *asked: Any) -> Iterator[list[RoundText]]:

@@ -1,4 +1,4 @@
-"""Speculative Verdict: small models (experts) answer, and a large one decides after it has read the
+"""Speculative Verdict: small models (experts) answer, and a large model decides after reading the
 answers that all of them find plausible.
 
 The gain is accuracy, not speed. Every expert scores every answer in one forward. The consensus
@@ -34,7 +34,7 @@ FIELDS = {
     "expert": {"number", "reasoning", "answer"},
     "verdict": {"question", "experts"},
 }
-OPTIONAL = {"number", "reasoning"}  # of an expert's line
+OPTIONAL = {"number", "reasoning"}  # fields that an expert's line may lack
 PROMPTS = "prompts.json"  # beside the experts of a model that was taught other words
 
 
@@ -126,7 +126,7 @@ def load_experts(folder: Path, target: PreTrainedModel, method: str) -> Experts:
 
 @dataclass(frozen=True)
 class Ruling:
-    """The verdict model's ``answer`` and what led to it.
+    """The verdict model's ``answer`` and the data behind it.
 
     ``answers`` of the K experts with their ``scores`` [K] (lower: more plausible to all),
     ``log_perplexities`` [K, K] (model by answer), and the experts ``heard``, best first, with their

@@ -28,11 +28,11 @@ from specmm.loading.pictures import endings, header, rgb
 from specmm.vlm.pictures import Source, open_image
 
 VideoSource = str | Path | np.ndarray | Tensor | Sequence[Image.Image]
-Choice = Callable[[VideoMetadata], Sequence[int]]  # of frames, by number
+Choice = Callable[[VideoMetadata], Sequence[int]]  # chooses frames by number
 Frames = tuple[np.ndarray, VideoMetadata]  # [F, H, W, 3] of bytes, and the video's metadata
-MOST_PIXELS = 500_000_000  # of all frames shown: more take over 1.5 GB before they are scaled down
+MOST_PIXELS = 500_000_000  # all shown frames: more take over 1.5 GB before they are scaled down
 SAMPLING = ("num_frames", "fps", "do_sample_frames")  # options of processors that sample frames
-FPS = 24.0  # what transformers takes frames of unknown speed for
+FPS = 24.0  # transformers' assumption for frames of unknown rate
 READERS = {  # packages that read files, by the names that transformers gives them
     "torchcodec": "torchcodec",
     "pyav": "av",

@@ -1,7 +1,7 @@
 """Writes questions in the form that a transformers processor expects, found by trying it.
 
-Processors differ in who puts a picture's placeholder into the text (the chat template, the user or
-the processor), in the form of a message's content in templates, and in how pictures are nested.
+Processors differ in where a picture's placeholder comes from (the chat template, the user or the
+processor), in the form of a message's content in templates, and in how pictures are nested.
 
 Shape letters: B batch, L positions.
 """
@@ -180,7 +180,7 @@ def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _by_row(processor: Any) -> bool:
-    """Whether what ``processor`` makes of pictures has an entry for each row, not each picture."""
+    """Whether ``processor``'s output for pictures has an entry for each row, not each picture."""
     if processor not in _rowwise:
         found = _called(processor, [_sample(processor, TWO)])
         _rowwise[processor] = all(len(value) == 1 for value in found.values())
@@ -207,7 +207,7 @@ def places_pictures(processor: Any) -> bool:
 
 
 def _quiet(processor: Any) -> AbstractContextManager[None]:
-    """Without the advice of a ``processor`` that puts placeholders itself to put them."""
+    """Silence a ``processor`` that inserts placeholders itself and advises to insert them."""
     return unlogged(type(processor).__module__, "passing both `text` and `images`")
 
 
@@ -266,7 +266,7 @@ def content(processor: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
 
 def _takes_parts(processor: Any) -> bool:
     """Whether the chat template takes parts as a message's content, not plain text with
-    placeholders before it. Which is seen by a question about one picture.
+    placeholders before it; found by trying a question about one picture.
     """
     template = template_of(processor)
     known = _forms.get(processor)
@@ -299,6 +299,6 @@ def _templated(processor: Any, messages: Sequence[Mapping[str, Any]], **more: An
 
 
 def tokens_of(processor: Any, counts: Mapping[str, int]) -> dict[str, int]:
-    """The number of each placeholder in a prompt with ``counts`` images and videos."""
+    """How often a prompt with ``counts`` images and videos has each placeholder token."""
     tokens = {kind: placeholder(processor, kind) for kind in counts}
     return {token: counts[kind] for kind, token in tokens.items() if token}

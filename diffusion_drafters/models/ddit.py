@@ -67,8 +67,8 @@ class DDiT(nn.Module):
     ) -> Tensor:
         """States [B, L, C].
 
-        ``seen`` [B or 1, 1, L or 1, L] bool tells who sees whom (None: all do), ``order`` [B or 1,
-        L] are positions.
+        ``seen`` [B or 1, 1, L or 1, L] bool is the attention mask (None: full attention), ``order``
+        [B or 1, L] are positions.
         """
         if order is None:
             order = torch.arange(tokens.shape[1], device=tokens.device)[None]

@@ -1,10 +1,10 @@
 """DEER drafters, which read a text once: causally up to its end, and a block of masks after it.
 
-The network is a Qwen2. Masks do not change the text's keys and values, so these are cached for all
-later rounds. A row scores the token after it (as in Dream), so the last token and K - 1 masks
-predict a block of K. Embedding and head may be the target's, frozen; then only the layers between
-are the drafter's own. Source: DEER (arXiv 2512.15176); reading the text causally is our addition,
-which the cache needs.
+The network is a Qwen2. Masks do not change the text's keys and values, so these are cached and
+serve all later rounds. A row scores the token after it (as in Dream), so the last token and K - 1
+masks predict a block of K. Embedding and head may be the target's, frozen; then only the layers
+between are the drafter's own. Source: DEER (arXiv 2512.15176); reading the text causally is our
+addition, which the cache needs.
 
 Shape letters: K block, V vocabulary.
 """

@@ -3,8 +3,8 @@
 One bidirectional pass over [anchor | masks] drafts a block. The context is the states of the
 target's chosen layers at each committed token, mixed by ``fc`` and normed. Only its keys and values
 are cached, so rejected drafts need no cleaning up. Embeddings and head are the target's, unless a
-release has its own. Parameter names are z-lab's; other releases' are renamed. Source: DFlash (arXiv
-2602.06036).
+release has its own. Parameters have z-lab's names; those of other releases are renamed. Source:
+DFlash (arXiv 2602.06036).
 
 Three options extend it. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens,
 and draft token i is the target's i + d2t[i] (EAGLE-3's convention), which makes its head cheaper.
@@ -94,7 +94,7 @@ class DFlash(nn.Module):
         if config.confidence:
             rank = config.head.size if config.head and config.confidence == "markov" else 0
             self.confidence_head = ConfidenceHead(width, rank)
-        # A release's own, where it has them.
+        # A release's own embeddings and head, where it has them.
         self.lm_head: nn.Linear | None = None
         self.embed_tokens: nn.Embedding | None = None
 
@@ -199,7 +199,7 @@ class DFlash(nn.Module):
 
 
 def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, capacity: int) -> Tensor:
-    """``bias`` [B, 1, K, S] closed for what places do not see by their ``reach``.
+    """``bias`` [B, 1, K, S] with -inf where a place's ``reach`` does not extend.
 
     Slot i of the first ``capacity`` is the context's position i of ``lengths`` [B], slot
     ``capacity`` + i the block's place i.
@@ -265,7 +265,7 @@ def dflash_of(
     own = {name: x for name, x in weights.items() if name.split(".")[0] not in TARGETS}
     state = renamed(own, RENAMED)
     if not config.tokens:
-        state.pop("d2t", None)  # of all tokens, which changes nothing
+        state.pop("d2t", None)  # a table of all tokens changes nothing
     wanted = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)
     with WithoutWeights():
         model = DFlash(config)
@@ -282,7 +282,7 @@ def save_dflash(
 ) -> None:
     """Write z-lab's format, with the fingerprint of the target's ``embeddings`` [V, C].
 
-    Raises ``ValueError`` for a drafter with what other releases alone have.
+    Raises ``ValueError`` for a drafter with parts that z-lab's format does not have.
     """
     config = model.config
     if config.head or config.confidence or config.anchor or config.reaches or model.lm_head:

@@ -75,7 +75,7 @@ LLADA_OFF = (
     "input_emb_norm",
     "attention_layer_norm",
 )
-DREAM_MASK = 151666  # of the released models, where a config does not say
+DREAM_MASK = 151666  # the released models', for configs without one
 LLADA_MASK = 126336
 DDIT_MASKS = ("mask_token_id", "mask_index")  # names in the configs of MDLM and BD3LM
 DDIT_EMBEDDING = "vocab_embed.embedding"

@@ -33,7 +33,7 @@ class DiffusionLM(Protocol):
         """Move the weights to ``device``."""
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        """States [B, L, C] of ``tokens`` [B, L]; those not ``valid`` [B, L] bool are not seen."""
+        """States [B, L, C] of ``tokens`` [B, L]; only ``valid`` [B, L] ones are attended."""
 
     def head(self, states: Tensor) -> Tensor:
         """Logits [..., v] of ``states`` [..., C]."""

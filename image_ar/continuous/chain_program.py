@@ -85,8 +85,8 @@ class ChainProgram:
         self.fixed = (bound.head.weights, bound.table, windows, numbers)
 
     def __call__(self, rows: list[Tensor], streams: tuple[PictureStreams, PictureStreams]) -> None:
-        """Put in the place of ``rows``, tensors of ``ChainRows``, what as many rounds as it can
-        play make of them.
+        """Replace ``rows``, tensors of ``ChainRows``, by their state after as many rounds as the
+        program can play.
         """
         left = (rows[0] < self.steps).view(self.batch, -1).any(1)
         there = left.nonzero().flatten().tolist()
@@ -218,7 +218,7 @@ class _GivenNumbers:
         return self._take(1, rows, count)
 
     def chosen(self, rows: Mask) -> Any:
-        """All: a program decides nothing on the host."""
+        """All rows: a program decides nothing on the host."""
         return slice(None)
 
     def needed(self, rows: Mask) -> bool:

@@ -86,7 +86,7 @@ class Numbers(Protocol):
         """An index of at least ``rows``."""
 
     def needed(self, rows: Mask) -> bool:
-        """Whether there are any ``rows``, as far as that is known."""
+        """Whether any of ``rows`` are set; True where that is not known on the host."""
 
 
 class Chain(Protocol):
@@ -121,7 +121,7 @@ class Drafts(NamedTuple):
 
 
 def play_round(chain: Chain, rows: ChainRows, numbers: Numbers) -> ChainRows:
-    """``rows`` after a round; finished ones may be among them and are of no account."""
+    """``rows`` after a round; finished rows may be among them and are ignored."""
     k, calls, eta, *_ = rows
     response = Response(rows.seen, rows.implied)
     columns = chain.columns(k)
@@ -154,7 +154,7 @@ def play_round(chain: Chain, rows: ChainRows, numbers: Numbers) -> ChainRows:
     response = response.after(columns.seen[:, 1:-1], drafts.steps, p.mean, excess)
     mean, var = predicted(clean, step, out, excess[row, kept])
     moved = drafts.points[row, kept] + out * step
-    last = k + kept == chain.steps - 1  # which adds no noise
+    last = k + kept == chain.steps - 1  # the last step adds no noise
     eta = of(eta).where(last[:, None], clean, moved)
     return ChainRows(k + kept + 1, calls + 1, eta, mean, var, *response)
 
@@ -200,8 +200,8 @@ def predicted(clean: Array, step: Array, gain: Array, excess: Any) -> tuple[Arra
 
 
 def draw_residual(p: Normal, q: Normal, step: Array, lost: Mask, numbers: Numbers) -> None:
-    """Put draws from (p - q)+ / mass into ``step`` [R, C] where rows are ``lost`` [R], which those
-    are no longer then: ``lost`` stay rows with too few proposals.
+    """Write draws from (p - q)+ / mass to ``step`` [R, C] for the ``lost`` rows [R], and clear
+    their flags; rows whose proposals ran out stay ``lost``.
     """
     width = step.shape[1]
     for tries in numbers.turns:

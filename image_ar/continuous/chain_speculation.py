@@ -117,7 +117,7 @@ class ChainRun:
         self.steps = tables.steps
         self.window = tables.window
         self.temperature = temperature
-        self.log_temperature = 2 * math.log(temperature)  # of variances
+        self.log_temperature = 2 * math.log(temperature)  # the temperature's effect on variances
         self.batch = len(rows)
         self.pictures = np.repeat(np.arange(self.batch), rows)
         eta = take(streams[0], rows, bound.head.channels) / tables.rows[0, 4]

@@ -26,7 +26,7 @@ def library(x: Array) -> Any:
 
 
 def arange(count: int, where: Array) -> Array:
-    """0 to ``count`` - 1, of the kind of ``where`` and where it is."""
+    """0 to ``count`` - 1, as an array or tensor like ``where`` and on its device."""
     if isinstance(where, Tensor):
         return torch.arange(count, device=where.device)
     return np.arange(count)
@@ -96,8 +96,8 @@ def columns_of(rows: Array) -> Columns:
 
 
 def _total(x: Array) -> Array:
-    """The sums [R] of ``x`` [R, W, C], of which zeros at the end change no bit: the other rows of a
-    batch decide how wide its windows are.
+    """The sums [R] of ``x`` [R, W, C], added in an order in which trailing zeros change no bit: the
+    width of a window depends on the other rows of the batch.
     """
     return library(x).cumsum(x.sum(-1), axis=1)[:, -1]
 

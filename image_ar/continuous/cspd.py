@@ -25,7 +25,13 @@ from torch import Tensor
 
 from specmm.core.stats import Clock
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
-from specmm.image_ar.continuous.diffusion_head import ChainHead, HeadCondition, ancestral, finite
+from specmm.image_ar.continuous.diffusion_head import (
+    ChainHead,
+    HeadCondition,
+    ancestral,
+    check_plain,
+    finite,
+)
 from specmm.image_ar.continuous.mar import MAR
 from specmm.image_ar.continuous.masked_decode import (
     ChainStats,
@@ -183,6 +189,7 @@ class CSpDModel:
     ) -> None:
         self.model = model
         self.settings = settings
+        check_plain(model.head)
         self.head = ChainHead(model.head, NoiseSchedule.of(settings.head_steps))
         self.steps = ChainSteps.ddpm(self.head.schedule)
         self.classes = class_conditions(model, labels, batch, settings.cfg)
@@ -287,8 +294,8 @@ class CSpDRun:
 def decode_release(
     batch: CSpDBatch, rule: ReleaseRule, window: DraftWindow
 ) -> Iterator[MARProgress]:
-    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration: what is
-    drafted and not yet verified is no token.
+    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration. Drafts
+    that are not yet verified do not count as tokens.
     """
     run = CSpDRun(batch)
     length = begun = batch.orders.shape[1]

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specmm.image_ar.continuous.diffusion import ChainSteps, NoiseSchedule
+from specmm.loading.hardware import PackedLinear
 
 EPS = 1e-6
 FREQUENCIES = 256
@@ -118,6 +119,29 @@ class SimpleMLPAdaLN(nn.Module):
         for bias in biases:
             bias[self.width : 2 * self.width] += 1
         return torch.cat([layer.weight for layer in layers]), torch.cat(biases)
+
+
+# of layers that do nothing beside what :class:`HeadWeights` computes
+FORWARDS = {
+    kind.forward
+    for kind in (nn.Linear, PackedLinear, nn.LayerNorm, nn.SiLU, nn.Sequential, nn.ModuleList)
+} | {TimeEmbed.forward, SimpleMLPAdaLN.forward}
+
+
+def check_plain(net: SimpleMLPAdaLN) -> None:
+    """Raise ``ValueError`` for adapters, hooks and forwards of others in ``net``, whose chains
+    multiply by the weights of its layers and would pass over them.
+    """
+    for name, module in net.named_modules():
+        if name.partition(".")[0] == "cond_embed":  # it is called
+            continue
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        if hooks or "forward" in vars(module) or type(module).forward not in FORWARDS:
+            raise ValueError(
+                "the denoising head's layers must do nothing but multiply by their weights, got a "
+                f"hook, an adapter or another forward at {name or 'the head'}: merge it into the "
+                "weights, or remove it"
+            )
 
 
 class DiffLoss(nn.Module):

@@ -21,7 +21,7 @@ CFGSchedule = Literal["linear", "constant"]
 Solver = Literal["ddpm", "ddim"]
 
 BLOCK = 16384  # numbers drawn from a generator at a time
-GPU_BLOCK = 131_072  # where drawing more of them costs no more
+GPU_BLOCK = 131_072  # drawing more at a time costs no more there
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def mask_lengths(length: int, iterations: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Iteration:
-    """The part [``first``, ``last``) of the orders that is made, under the guidance ``scale``."""
+    """The part [``first``, ``last``) of the orders to make, under the guidance ``scale``."""
 
     first: int
     last: int
@@ -145,7 +145,7 @@ class PictureStreams:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(-1, width)
 
     def ahead(self, b: int, most: int) -> Tensor:
-        """The next numbers of picture b, at ``most`` so many, that have been drawn already."""
+        """The next numbers of picture b that have been drawn already, at most ``most``."""
         return self._blocks[b][self._used[b] : self._used[b] + most]
 
     def skip(self, b: int, count: int) -> None:

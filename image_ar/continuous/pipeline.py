@@ -30,7 +30,7 @@ from specmm.image_ar.continuous.cspd import (
     decode_release,
 )
 from specmm.image_ar.continuous.diffusion import NoiseSchedule
-from specmm.image_ar.continuous.diffusion_head import ChainHead
+from specmm.image_ar.continuous.diffusion_head import ChainHead, check_plain
 from specmm.image_ar.continuous.kl import AutoencoderKL
 from specmm.image_ar.continuous.loading import (
     check_models,
@@ -193,11 +193,12 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
 
         Tokens are in raster order. ``class_labels`` is another name of ``classes``, and
         ``guidance_scale`` of ``cfg``. Options default to the model's settings; ``head_steps`` that
-        are a number are spaced as the settings' are, a string is ``NoiseSchedule.of``'s.
-        ``seed`` or ``generator`` is one a picture, or the first one's: seeds of the others follow.
-        A picture's numbers depend on its own seed only, not on the batch. What ``elsewhere`` may
-        hold are diffusers' arguments of other pipelines. Raises ``ValueError`` for an unknown
-        class or method, for options out of range and for a method without the small model it needs.
+        are a number are spaced as the settings' are, a string is ``NoiseSchedule.of``'s. ``seed``
+        or ``generator`` is one a picture, or the first one's: seeds of the others follow. A
+        picture's numbers depend on its own seed only, not on the batch. ``elsewhere`` takes
+        diffusers' arguments of other pipelines that change nothing here. Raises ``ValueError`` for
+        an unknown class or method, for options out of range and for a method without the small
+        model it needs.
         """
         output: ImageOutput = self.called(locals())
         return output
@@ -299,8 +300,9 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
 
     @torch.inference_mode()
     def head(self, spec: str) -> ChainHead:
-        """The target's head with ``spec`` steps."""
+        """The target's head with ``spec`` steps; raises ``ValueError`` as ``check_plain`` does."""
         net = self.transformer.head
+        check_plain(net)
         found = self.heads.setdefault(spec, Derived())
         return found.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
 

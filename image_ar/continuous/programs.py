@@ -27,7 +27,7 @@ from specmm.programs.graphs import Graphs, captures, shared_pool
 
 FEW = 8  # tokens of an iteration, in all pictures, up to which a program is ahead (pocket/mar)
 MOST = 1000  # graphs: a picture of 256 iterations has 256 passes
-MOST_BYTES = 4 * 2**30  # of their inputs: noise of all steps is large
+MOST_BYTES = 4 * 2**30  # all graphs' inputs: noise of all steps is large
 Chains = Callable[[BoundHead, Tensor], Tensor]
 
 
@@ -98,11 +98,11 @@ def _served(bound: BoundHead) -> bool:
 
 
 class MARGraphs:
-    """Graphs of a ``model``, one for each number of tokens, as long as its weights lie where they
-    do. They share memory: one runs at a time.
+    """Graphs of a ``model``, one for each number of tokens, valid until its weights move in memory.
+    They share memory: one runs at a time.
 
-    Rounds of speculation have none: on an H200 a captured one of MAR-L takes five times as long as
-    a plain step, of which it saves three.
+    Rounds of speculation are not captured: on an H200 a captured round of MAR-L takes as long as
+    five plain steps and saves three.
     """
 
     speculation = None
@@ -115,8 +115,8 @@ class MARGraphs:
 
     @property
     def spent(self) -> bool:
-        """Whether weights lie elsewhere than when the first graph was recorded, or there are too
-        many of them, or they hold too much.
+        """Whether the weights have moved since the first graph was recorded, or there are too many
+        graphs, or they hold too much memory.
         """
         graphs = [graph for some in self.made.values() for graph in some.by_form.values()]
         moved = placed(self.model) != self.weights

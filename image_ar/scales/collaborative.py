@@ -33,7 +33,7 @@ class Turn:
     name: str
     model: VAR
     scales: range
-    blocks: Blocks | None = None  # of a ``Session``
+    blocks: Blocks | None = None  # see ``Session``
 
 
 def split(scales: int, n: int) -> tuple[range, range]:

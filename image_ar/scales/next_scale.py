@@ -83,8 +83,8 @@ class Session:
     """``model`` predicting pictures of ``labels`` [B] up to scale ``last``.
 
     Holds all state (the class condition, computed once, and the KV cache), the model none: an
-    interrupted run leaves nothing. ``blocks`` may be a faster way than :meth:`VAR.run` to the same
-    for scales of few rows.
+    interrupted run leaves nothing. ``blocks`` may be a faster equivalent of :meth:`VAR.run` for
+    scales of few rows.
     """
 
     state: ClassVar[tuple[str, ...]] = ("caches",)

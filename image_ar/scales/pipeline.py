@@ -65,8 +65,7 @@ TIES = Certificate("heuristic", "as released, ties at the top-p boundary are bro
 
 
 class VARPictures(PicturePipeline[methods.ScalesMethod]):
-    """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it, after one
-    call.
+    """A next-scale model (VAR), its tokenizer, and perhaps a small model that shares it.
 
     Threads may share one: calls are answered in the order they come.
 
@@ -98,7 +97,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         vae.decoder.to(memory_format=torch.channels_last)  # a tenth faster, and the same values
         self.register_modules(transformer=transformer, vae=vae, small=small)
         self.measured_plans: dict[tuple[int, Sampling], CoDePlan] = {}
-        self.programs: dict[VAR, tuple[object, Program]] = {}  # of a version
+        self.programs: dict[VAR, tuple[object, Program]] = {}  # with the version of the weights
         self.graph: tuple[object, Graph] | None = None  # the last one, with its key
 
     @classmethod
@@ -165,11 +164,11 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         return cls(large, vqvae, second, settings, method)
 
     def timed(self, method: methods.ScalesMethod) -> bool:
-        """Not for method code where the models are specialised for an N."""
+        """Whether ``method`` measures seconds; not code where models have an N of their own."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)
 
     def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:
-        """All of the ``usual`` methods with a small model, none without."""
+        """The ``usual`` methods; without a small model only those that do not draft."""
         return [m for m in usual if self.small is not None or not m.drafts]
 
     def settle(
@@ -221,11 +220,11 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         default to the model's settings. ``seed`` or ``generator`` is one a picture, or the first
         one's: seeds of the others follow. A picture's numbers depend on its own seed only, not on
         the batch (neither does its rounding, in float32 on a CPU within
-        ``specmm.programs.batch_invariant.batch_invariant()``, which takes longer). What
-        ``elsewhere`` may hold are diffusers' arguments of other pipelines. ``compiled`` runs scales
-        of few rows (up to 320, batches of one or a few) as programs of ``torch.compile``:
-        pocket/var draws one picture in four fifths of the time, after a quarter of a minute a scale
-        at the first call for a batch size; "auto" does so once it pays
+        ``specmm.programs.batch_invariant.batch_invariant()``, which takes longer). ``elsewhere``
+        takes diffusers' arguments of other pipelines that change nothing here. ``compiled`` runs
+        scales of few rows (up to 320, batches of one or a few) as programs of ``torch.compile``:
+        pocket/var draws one picture in four fifths of the time (in bfloat16 in no less), after a
+        quarter of a minute a scale at the first call for a batch size; "auto" does so once it pays
         (:mod:`specmm.choose.when_compiled`). Raises ``ValueError`` for an unknown class or method,
         for options out of range, for a method without the small model it needs, for ``release``
         with several generators or batches, and where there is no compiler.

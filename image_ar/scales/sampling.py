@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specmm.core.processors import Processor
 from specmm.core.randomness import UniformSource, categorical
+from specmm.core.sorting import kth_largest, likeliest
 from specmm.extending.kinds import check_at_least, check_flags
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 
@@ -117,7 +118,7 @@ class Sampling:
         """The distribution of scale ``k`` up to a factor, [B, T, V]."""
         temperature = self.temperature_at(k)
         if temperature == 0:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+            return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
         probs = (logits if temperature == 1 else logits / temperature).softmax(-1)
         # a CPU multiplies by the mask twice as fast as it fills by it
         return probs * torch.ge(logits, self.filter.threshold(logits)) if self.filters else probs
@@ -171,9 +172,9 @@ class InverseCDF:
             masked = self.sampling.masked(logits)
             noise = gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))
             weights = soften(masked, noise, progress(k, self.scales))
-            return ScaleTokens(weights.argmax(-1), weights)
+            return ScaleTokens(likeliest(weights), weights)
         if self.sampling.temperature_at(k) == 0:
-            return ScaleTokens(logits.argmax(-1))
+            return ScaleTokens(likeliest(logits))
         weights = self.sampling.weights(logits, k)
         return ScaleTokens(categorical(weights, self.uniforms.draw(logits.shape[1])))
 
@@ -227,7 +228,7 @@ class ReleaseSampler:
 def sorted_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """``logits`` [B, T, V] with -inf for what is excluded; the sort breaks ties at top-p's edge."""
     if top_k:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], float("-inf"))
+        logits = logits.masked_fill(logits < kth_largest(logits, top_k), float("-inf"))
     if top_p == 1:
         return logits
     ascending, order = logits.sort(-1)

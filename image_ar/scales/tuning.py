@@ -25,7 +25,7 @@ from specmm.image_ar.scales.scale_schedule import ScaleSchedule
 from specmm.image_ar.scales.var import VAR, VARConfig
 from specmm.image_ar.scales.vqvae import VQVAE
 
-REPEATS = 2  # of a measured run, after one that is not counted; the fastest counts
+REPEATS = 2  # measured runs after a warm-up; the fastest counts
 CALIBRATION = 3 * (REPEATS + 1)  # runs: two models, and the small one's first pass over all scales
 ALIVE = 9  # rows of a layer at once: itself, normed, fused projection, queries and keys normalised
 SPEEDUP_WANTED = 1.7
@@ -110,7 +110,7 @@ def plan_code(
 
 
 def specialised(settings: VARSettings) -> tuple[int, str] | None:
-    """The N that two models were specialised for, and that it is; None for others."""
+    """The N that two models were specialised for, with the reason as text; None for other pairs."""
     if settings.n == -1:
         return None
     return settings.n, f"n {settings.n}: what the models were specialised for"

@@ -26,7 +26,7 @@ from specmm.image_ar.scales.scale_schedule import (
 )
 from specmm.loading.hardware import product
 
-LOG_MAX_SCALE = math.log(100)  # of attn_l2_norm's learnt temperature
+LOG_MAX_SCALE = math.log(100)  # the bound of attn_l2_norm's learnt temperature
 NORM_EPS = 1e-12  # the least that a query or a key is divided by
 PUBLISHED_HEAD_DIM = 64
 PUBLISHED_PATCHES = {256: PATCHES_256, 512: PATCHES_512}

@@ -247,7 +247,7 @@ def _lookup(
 def _outside(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """A drafter that others wrote."""
+    """A third-party drafter."""
     tree = usual_tree(choice.drafter) if choice.tree is None else choice.tree
     key = methods.keyed(tree), target.device
     shape = parts.once(key, lambda: make_tree(tree, target.device))

@@ -64,7 +64,7 @@ class LlamaGenSettings:
 
 
 class LlamaGenPictures(TokenPictures):
-    """A token image model (LlamaGen), its tokenizer and its drafters after one call.
+    """A token image model (LlamaGen), its tokenizer and its drafters.
 
     Several threads may share one: calls are answered in the order they come.
 
@@ -201,15 +201,15 @@ class LlamaGenPictures(TokenPictures):
 
         ``drafter``, ``tree`` and ``rule`` replace the method's: names, or your own objects (see
         :func:`specmm.register`). ``class_labels`` is another name of ``classes``, and
-        ``guidance_scale`` of ``cfg``. Other options default to the model's settings.
-        ``seed`` or ``generator`` is one a picture, or the first one's: seeds of the others follow.
-        A picture's numbers depend on its own seed only, not on the batch. What ``elsewhere`` may
-        hold are diffusers' arguments of other pipelines. ``compiled`` runs steps and rounds
-        as programs of ``torch.compile``, about twice as fast on a CPU after some tens of seconds at
+        ``guidance_scale`` of ``cfg``. Other options default to the model's settings. ``seed`` or
+        ``generator`` is one a picture, or the first one's: seeds of the others follow. A picture's
+        numbers depend on its own seed only, not on the batch. ``elsewhere`` takes diffusers'
+        arguments of other pipelines that change nothing here. ``compiled`` runs steps and rounds as
+        programs of ``torch.compile``, about twice as fast on a CPU after some tens of seconds at
         the first call for a method, its options and a batch size; "auto" does so once it pays
         (:mod:`specmm.choose.when_compiled`), after which near ties may be decided differently.
-        Raises ``ValueError`` for an unknown class or method, for options out of range and without
-        a compiler.
+        Raises ``ValueError`` for an unknown class or method, for options out of range and without a
+        compiler.
         """
         output: ImageOutput = self.called(locals())
         return output

@@ -66,7 +66,7 @@ class LlamaGenTarget:
         self.cache: Cache
 
     def with_processor(self, processor: Processor) -> LlamaGenTarget:
-        """The same model under another processor."""
+        """A target of the same model with another processor."""
         return LlamaGenTarget(self.model, self.guidance, processor, self.name)
 
     @property

@@ -143,7 +143,7 @@ def fused_options(rule: Rule, tree: DraftTree) -> FusedOptions | None:
         case Recursive():
             return {"drafts": tree.probs}
         case Block() if tree.shape.width > 1:
-            return None  # it refuses trees
+            return None  # the rule refuses trees
         case Block() | Traversal():
             return {"drafts": tree.probs, "leaves_first": True}
     return None

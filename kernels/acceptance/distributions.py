@@ -32,8 +32,8 @@ def argmax(row, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def draw(now, uniform, V, BLOCK: tl.constexpr):
-    """A token of the distribution ``now`` of any total by the inverse of its cumulative sum; never
-    one of zero mass.
+    """A token drawn from ``now``, which need not sum to 1, by the inverse of its cumulative sum;
+    never a token of zero mass.
     """
     total = tl.full([], 0.0, now.dtype.element_ty)
     for start in range(0, V, BLOCK):

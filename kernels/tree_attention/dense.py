@@ -33,8 +33,8 @@ def tree_attention(
 def ragged_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: RaggedMask, scale: float
 ) -> Tensor:
-    """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D]; any
-    numbers for nodes that the ``mask`` has cut.
+    """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D]; rows
+    of nodes that the ``mask`` leaves out are arbitrary.
     """
     grouped = q.shape[1] != keys.shape[1]
     found = torch.empty_like(q)

@@ -50,7 +50,8 @@ def forward(
             found.append(out)
         return tree_mask.joined(found)[None], None
     if tree_mask is None:
-        given = (module, query, key, value, attention_mask)
+        mask = None if attention_mask is PLACEHOLDER else attention_mask
+        given = (module, query, key, value, mask)
         return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(tree_mask, RaggedMask):

@@ -49,7 +49,7 @@ class RaggedMask:
     first: int
 
     def cut(self, sizes: Sequence[int]) -> RaggedMask:
-        """That of rows of so many nodes: what comes after a group's longest is not attended for."""
+        """The mask of rows with ``sizes`` nodes: columns after a group's largest are dropped."""
         cut = [
             group._replace(bias=group.bias[:, :, : max(sizes[group.start : group.stop])])
             for group in self.groups
@@ -69,7 +69,7 @@ class Nodes:
             each = torch.arange(most, device=sizes.device) < sizes[:, None]
             self.there = each.flatten().nonzero()[:, 0]  # [M], by number
             self.size = len(self.there)
-            self.back = self.there.new_zeros(rows * most)  # which of those there, or any
+            self.back = self.there.new_zeros(rows * most)  # an index of ``there``, or any
             self.back[self.there] = torch.arange(self.size, device=sizes.device)
 
     def flat(self, x: Tensor, axis: int) -> Tensor:
@@ -78,8 +78,8 @@ class Nodes:
         return tokens if self.sizes is None else tokens.index_select(axis, self.there)
 
     def rows_of(self, x: Tensor, axis: int) -> Tensor:
-        """``x`` [..., M, ...], whose nodes lie along ``axis``, as [..., R, T, ...]; another node's
-        in place of those that are not there.
+        """``x`` [..., M, ...], whose nodes lie along ``axis``, as [..., R, T, ...]; nodes that a
+        row lacks get the values of some other node.
         """
         each = x if self.sizes is None else x.index_select(axis, self.back)
         return each.unflatten(axis, (self.rows, self.most))
@@ -93,9 +93,9 @@ class Part(NamedTuple):
 
 
 class PackedMask:
-    """What tokens [1, M] of several ``parts`` attend that go through layers side by side: the rows
-    of each, token by token, after those of the part before. ``held`` are each one's keys and values
-    [R, K, S, D] in the layer that runs.
+    """Masks of several ``parts`` whose tokens go through the layers side by side, as one sequence
+    [1, M]: part after part, in each row after row. ``held`` are each part's keys and values [R, K,
+    S, D] in the layer that runs.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -113,7 +113,7 @@ class PackedMask:
         ]
 
     def joined(self, each: Sequence[Tensor], axis: int = 0) -> Tensor:
-        """What :meth:`split` takes apart: ``each`` part's [..., R, T, ...], whose rows lie along
+        """The inverse of :meth:`split`: ``each`` part's [..., R, T, ...], whose rows lie along
         ``axis``, as [..., M, ...].
         """
         pairs = zip(self.parts, each, strict=True)

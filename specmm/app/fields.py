@@ -70,9 +70,10 @@ def method_of(models: AppModels, kind: Kind, model: str, text: str) -> Any:
 def raced(
     models: AppModels, keys: Sequence[Any], make: Sequence[Callable[[], Racer]]
 ) -> Iterator[list[Any]]:
-    """The lanes that ``make`` gives whenever they are to be shown, at last when both have ended.
+    """Yields the lanes that ``make`` creates whenever they should be shown, finally when both have
+    ended.
 
-    A lane whose key is new runs a few rounds before, so that loading and planning do not count.
+    A lane with a new key runs a few rounds first, so that loading and planning do not count.
     """
     for key, each in zip(keys, make, strict=True):
         if key not in models.warmed:
@@ -103,8 +104,8 @@ def told(
     side: Callable[[Any, str], list[Any]],
     called: Callable[[int], str],
 ) -> Iterator[list[Any]]:
-    """Updates of verdict, both sides and trace during a ``race``. ``side`` makes a side's parts of
-    a lane and its name; ``called`` gives a token's text.
+    """Updates of verdict, both sides and trace during a ``race``. ``side`` makes the components of
+    a side from a lane and its name; ``called`` gives a token's text.
     """
     for lanes in race:
         sides = [part for each, name in zip(lanes, names, strict=True) for part in side(each, name)]
@@ -116,7 +117,7 @@ def told(
 
 @dataclass
 class Trace:
-    """The rounds of a run for people, and how its tokens are called."""
+    """The rounds of a run as shown to people, with the texts of its tokens."""
 
     method: str = ""
     rounds: list[list[Node]] = field(default_factory=list)

@@ -23,7 +23,7 @@ from specmm.hf.answers.run import Run
 from specmm.image_ar.continuous.masked_decode import HeadCalls
 from specmm.image_ar.scales.collaborative import Turn
 
-MOST_ROUNDS = 64  # whose trees are kept for the trace
+MOST_ROUNDS = 64  # the rounds whose trees the trace shows
 WARM_UP = 3  # rounds
 
 
@@ -31,7 +31,7 @@ _workers: WeakKeyDictionary[Any, queue.SimpleQueue[Callable[[], None]]] = WeakKe
 
 
 class Stopped(Exception):
-    """Ends a lane's run: the user has left, or no more of it is wanted."""
+    """Ends a lane's run, when the user has left or the rest is not needed."""
 
 
 @dataclass

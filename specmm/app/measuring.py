@@ -13,7 +13,7 @@ from specmm.app.tables import table
 from specmm.methods import AR
 from specmm.runs.race import measure
 
-MOST_RUNS = 5  # of a method
+MOST_RUNS = 5  # runs of each method
 COLUMNS = ("method", "speedup", "seconds a picture", "tau", "certificate")
 
 

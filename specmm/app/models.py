@@ -20,7 +20,7 @@ from specmm.image_ar.pipeline import family_of
 from specmm.runs.run import HERE, Kind, Place, kinds_of, methods_of, open_model
 from specmm.vlm.loading import is_composed, missing_parts
 
-MOST_SECONDS = 120.0  # of one request
+MOST_SECONDS = 120.0  # a request's limit
 TEXT_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 
@@ -49,10 +49,11 @@ STARTS = {
 
 
 class AppModels:
-    """Pocket models and the folders or hub ids ``extra``, by kind; or those ``only``.
+    """The pocket models and the folders or hub ids ``extra``, by kind; with ``only``, those alone.
 
-    Others are loaded when a user types their names if ``anything`` may be: not where strangers
-    reach the app. ``text_encoder`` reads the prompts of LlamaGen's text-to-image models.
+    With ``anything`` users may type the names of other models, which are then loaded: not for an
+    app that strangers can reach. ``text_encoder`` reads the prompts of LlamaGen's text-to-image
+    models.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class AppModels:
         self.text_encoder = text_encoder
         self._loaded: dict[tuple[Kind, str], Any] = {}
         self._twins: dict[str, Any] = {}
-        self.warmed: set[Any] = set()  # what has run here before
+        self.warmed: set[Any] = set()  # keys of lanes that have run
 
     def _list(self, name: str) -> tuple[Kind, ...]:
         kinds = kinds_of(local(name))
@@ -106,7 +107,7 @@ class AppModels:
         return self._twins[name]
 
     def methods(self, kind: Kind, name: str) -> list[str]:
-        """The methods a model can be run by here whose answers can be streamed, for a menu."""
+        """For a menu: the methods that this model can run here with streamed answers."""
         pipe = self.get(kind, name)
         registry = methods_of(kind, local(name))
         found = [method for method in registry if registry.get(method).streams]
@@ -151,7 +152,7 @@ def twin(pipe: Any) -> Any:
 
 
 def value_of(name: str, text: str, own: Any) -> Any:
-    """``text`` as the parameter ``name`` wants it, whose ``own`` value says of which kind it is."""
+    """``text`` as a value of the parameter ``name``, of the type of its ``own`` default."""
     kinds: list[Callable[[str], Any]] = [int, float, str] if own is None else [type(own)]
     if isinstance(own, bool):
         kinds = [{"True": True, "False": False}.__getitem__]
@@ -164,7 +165,8 @@ def value_of(name: str, text: str, own: Any) -> Any:
 
 
 def changed(own: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
-    """The parameters whose ``texts`` differ from a model's ``own`` values; empty ones are its own.
+    """The parameters whose ``texts`` differ from a model's ``own`` values; an empty text stands for
+    the model's value.
 
     Raises ``ValueError`` for texts of another kind.
     """

@@ -90,7 +90,7 @@ def serve(
 ) -> str:
     """Open ``app`` and return its address; ``wait`` until Ctrl-C.
 
-    ``host`` None is this machine alone, or what a hosted space says.
+    ``host`` None listens on this machine alone, or as a hosted space's settings say.
     """
     _, address, shared = app.launch(
         server_name=host,

@@ -45,7 +45,8 @@ class Served:
             ) from error
 
     def answer(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """The answer so far, and how it is made once that is told, of a server of ours.
+        """Yields the answer so far and, from a specmm server, a line on how it was made ("" until
+        it is sent).
 
         Raises ``ValueError`` with the server's own sentence.
         """
@@ -67,7 +68,7 @@ class Served:
 
 
 def _sentence(answer: httpx.Response) -> str:
-    """What a server says of a request that it refuses."""
+    """The server's error message for a refused request."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -75,7 +76,7 @@ def _sentence(answer: httpx.Response) -> str:
 
 
 def messages_of(history: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) -> list[Any]:
-    """Gradio's ``history``, and what is ``asked`` now, as OpenAI writes messages."""
+    """Gradio's ``history`` and the new question ``asked``, as OpenAI's messages."""
     turns = [(turn["role"], turn["content"]) for turn in history]
     files = [{"type": "file", "file": {"path": path}} for path in asked.get("files") or ()]
     turns.append(("user", [*files, {"type": "text", "text": asked.get("text") or ""}]))
@@ -83,7 +84,7 @@ def messages_of(history: Sequence[Mapping[str, Any]], asked: Mapping[str, Any]) 
 
 
 def _content(content: Any) -> Any:
-    """A turn's text; or its parts, if there is more than that."""
+    """A turn's content: its text, or a list of parts if it has others."""
     if isinstance(content, str):
         return content
     parts = [_part(part) for part in content]

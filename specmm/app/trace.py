@@ -69,7 +69,7 @@ def table_of(nodes: Sequence[Node], named: Named) -> str:
 
 
 def rows_of(nodes: Sequence[Node], named: Named) -> list[list[str]]:
-    """A table of the drafts of a round, by ``COLUMNS``."""
+    """The rows of a table of a round's drafts, by ``COLUMNS``."""
     rows = []
     for node in nodes[1:]:
         q = "chosen" if node.q is None else f"{node.q:.3f}"

@@ -115,7 +115,7 @@ def strip(cells: Cells, sides: Sequence[int]) -> Image.Image:
 
 
 def _square(pen: ImageDraw.ImageDraw, x: int, y: int, side: int, share: float | None) -> None:
-    """A square that is green from above as far as drafts made it."""
+    """A square filled with green from the top, by the ``share`` that drafts made."""
     pen.rectangle((x, y, x + side, y + side), fill=WAITING if share is None else OWN)
     if share and (high := round(share * (side + 1))):
         pen.rectangle((x, y, x + side, y + high - 1), fill=DRAFTED)
@@ -181,5 +181,5 @@ def saved(out: Any, name: str, seed: int) -> str:
 
 @functools.cache
 def own_folder(purpose: str) -> tempfile.TemporaryDirectory[str]:
-    """The folder of this process for a ``purpose``, which goes when the process ends."""
+    """This process's folder for a ``purpose``, deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix=f"specmm-{purpose}-")

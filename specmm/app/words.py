@@ -33,7 +33,7 @@ from specmm.runs.run import Kind
 from specmm.vlm.pictures import open_image
 
 LONGEST = 500  # letters of a question or a prompt
-LARGEST = "10mb"  # of an upload
+LARGEST = "10mb"  # an upload's limit
 SIDE = 96  # pixels of an example picture
 SHAPES: tuple[tuple[str, str, Any], ...] = (  # kind, colour and corners
     ("ellipse", "red", (24, 20, 72, 68)),
@@ -123,7 +123,7 @@ def _side() -> list[Any]:
 
 
 def _renewed(models: AppModels, kind: Kind, name: str) -> list[Any]:
-    """What is asked, the methods and the parameters of another model."""
+    """Updates for another model: its first question or prompt, methods and parameters."""
     text = models.start(kind, name).asked
     boxes = parameter_boxes(models.parameters(kind, name))
     return [gr.Textbox(text) if text else gr.skip(), *method_menus(models, kind, name), *boxes]
@@ -163,7 +163,7 @@ def answered(
 
 
 def called_by(tokenizer: Any, token: int) -> str:
-    """A token as people read it: spaces and line ends are seen."""
+    """A token as readable text, with visible spaces and line ends."""
     return str(tokenizer.decode([token])).replace(" ", "␣").replace("\n", "⏎") or str(token)
 
 
@@ -172,7 +172,7 @@ def _named(scene: str) -> str:
 
 
 def opened(file: str) -> Any:
-    """An uploaded picture; an error names it as the user does."""
+    """An uploaded picture; errors name it by the user's file name."""
     try:
         return open_image(file)
     except ValueError as error:
@@ -186,7 +186,7 @@ def opened_path(file: str) -> str:
 
 
 def short(text: str) -> str:
-    """``text`` if it is of a length that is served."""
+    """``text``; raises an error if it is longer than the app serves."""
     if not text.strip() or len(text) > LONGEST:
         raise ValueError(f"write 1 to {LONGEST} letters, got {len(text.strip())}")
     return text

@@ -56,7 +56,7 @@ Message = dict[str, Any]  # role, content (parts) and, where there are any, thos
 
 
 class Unusable(ValueError):
-    """A row that nothing can be learnt from; rows of one ``kind`` are counted together."""
+    """A row that nothing can be learnt from; rows of one ``kind`` of fault are counted together."""
 
     place = ""
 
@@ -68,8 +68,8 @@ class Unusable(ValueError):
 @dataclass(frozen=True)
 class Chat:
     """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``place`` is
-    its file and line, ``key`` the digest of what is asked in it, ``sizes`` those of its images
-    where they are known, ``length`` its tokens to the model that learns from it.
+    its file and line, ``key`` the digest of its questions, ``sizes`` the sizes of its images if
+    known, ``length`` its number of tokens in the template of the model that learns from it.
     """
 
     messages: Sequence[Message]
@@ -82,7 +82,7 @@ class Chat:
     length: int = 0
 
     def keyed(self) -> Chat:
-        """The same with its key."""
+        """This chat with its ``key`` computed."""
         asked = [message for message in self.messages if message["role"] != "assistant"]
         said = json.dumps([asked, self.tools], sort_keys=True, default=str).encode()
         digest = hashlib.sha256(said)
@@ -92,7 +92,7 @@ class Chat:
 
     @property
     def said(self) -> bytes:
-        """All that is said in it, and what is asked."""
+        """The key and all messages and tools, as bytes for a digest."""
         said = json.dumps([self.messages, self.tools], sort_keys=True, default=str)
         return f"{self.key} {said}".encode()
 
@@ -137,7 +137,7 @@ def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -
 
 
 def bytes_of(source: Any) -> bytes:
-    """What a picture or video is made of: a file's bytes, or those of a picture as PNG."""
+    """The bytes of a picture's or video's file, or of a picture in memory as PNG."""
     if isinstance(source, Image.Image):
         stream = io.BytesIO()
         source.save(stream, "png")
@@ -174,7 +174,7 @@ def _entries(row: Mapping[str, Any], talk: str | None) -> list[Any]:
 
 @dataclass
 class _Said:
-    """What is shown in a row's messages: ``listed`` by kind, for places that name nothing."""
+    """The pictures and videos of a row: ``listed`` by kind, for placeholders without a file."""
 
     listed: dict[str, list[Any]]
     folder: Path
@@ -245,7 +245,7 @@ class _Said:
         return [{"type": kind}]
 
     def _show(self, kind: str, named: Any) -> None:
-        """What stands at the next place of a ``kind``: what is ``named`` there, or listed."""
+        """Record what the next placeholder of a ``kind`` shows: ``named`` there, or listed next."""
         if named is not None:
             self.shown[kind].append(_source(named, self.folder))
         elif self.waiting[kind]:
@@ -254,7 +254,7 @@ class _Said:
             raise Unusable(f"more <{kind}> than there are {kind}s")
 
     def placed(self, asked: Message) -> dict[str, list[Any]]:
-        """All that is shown; what no message has a place for is shown where it is ``asked``."""
+        """All pictures and videos; those without a placeholder go before the question ``asked``."""
         for kind in reversed(KINDS):
             if not self.waiting[kind]:
                 continue
@@ -324,7 +324,8 @@ def _source(value: Any, folder: Path) -> Any:
 def rows_of(places: Sequence[str]) -> Iterator[tuple[Any, Path, str]]:
     """The rows of all files at ``places``, the folder that each names files from, and its place.
 
-    Raises ``ValueError`` where no chats are, at once, or what reads them is not installed.
+    Raises ``ValueError`` at once for a place without chats, and if the package that reads them is
+    not installed.
     """
     paths = [Path(place).expanduser() for place in places]
     if missing := [path for path in paths if not path.exists()]:
@@ -360,7 +361,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:
-    """The rows of an array or of lines of JSON; a line that is none is a text."""
+    """The rows of a JSON array or of JSON lines; a line that is not JSON counts as a text."""
     with file.open("rb") as stream:
         begin = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
@@ -374,7 +375,7 @@ def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:
 
 
 def _array(text: bytes) -> list[Any] | None:
-    """The rows of an array of JSON; None where ``text`` is more than one, or a single chat."""
+    """The rows of a JSON array; None if ``text`` is JSON lines or a single chat."""
     try:
         found = json.loads(text.removeprefix(b"\xef\xbb\xbf"))
     except (json.JSONDecodeError, UnicodeDecodeError):
@@ -409,7 +410,7 @@ def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without the keys that a table gives all its records and this one has not."""
+    """``value`` without keys whose value is null: a table gives all its records the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
 """Chats as a model reads them: the tokens of its own chat template, and which of them are answers.
 
-Where a template marks answers (``{% generation %}``) its mark counts. Otherwise an answer is what
-changes in the text when another takes its place, from the end of what asks for it on.
+Where a template marks answers (``{% generation %}``) its mark counts. Otherwise the answer's span
+is found by replacing it: the text that changes, after the generation prompt.
 
 Shape letters: B chats of a batch, L tokens.
 """
@@ -29,15 +29,15 @@ from specmm.vlm import wording
 from specmm.vlm.asking import Questions
 
 MARK = "\ue000"  # an answer that no other begins or ends with
-THINKING = ("enable_thinking", "thinking")  # what templates call the setting
+THINKING = ("enable_thinking", "thinking")  # templates' names of the setting
 THOUGHT = "</think>"
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Written:
-    """A chat's ``text`` in the template, its ``ids`` and which are ``learnt``; before the ``head``
-    (in characters; ``begin``, in tokens) all that is shown has been.
+    """A chat's ``text`` in the template, its ``ids`` and which are ``learnt``; all pictures and
+    videos come before ``head`` (in characters; ``begin``, in tokens).
     """
 
     text: str
@@ -56,9 +56,9 @@ class Written:
 class ChatReader:
     """Reads chats for a model of ``reader``, a processor or a tokenizer.
 
-    ``ends`` are its end tokens, ``room`` its positions. ``max_length`` bounds chats further, of
-    which longer ones are ``cut``, not left out. ``thinking`` is what the template is told; with
-    False reasoning is left out.
+    ``ends`` are its end tokens, ``room`` its positions. ``max_length`` bounds chats further: longer
+    ones are left out, or shortened with ``cut``. ``thinking`` is passed to the template; with False
+    reasoning is left out.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class ChatReader:
         self.tell(thinking)
 
     def tell(self, thinking: bool | None) -> None:
-        """Have the template write with ``thinking``, without (False), or as it does by itself."""
+        """Have the template write with ``thinking`` (True), without, or by its default (None)."""
         self.thinking = thinking
         vars(self).pop("_opening", None)
         self.given = {} if thinking is None else dict.fromkeys(self.thinking_known, thinking)
 
     @property
     def thinking_known(self) -> list[str]:
-        """What the template calls the setting, if it knows it."""
+        """The template's names for the thinking setting; empty if it has none."""
         return [name for name in THINKING if name in str(self.template)]
 
     def begin(self) -> None:
@@ -112,7 +112,7 @@ class ChatReader:
         try:
             asked, said = (self._render([_message(role, MARK)]) for role in ("user", "assistant"))
         except (TemplateError, *FAULTS):
-            return  # it takes whole chats only
+            return  # the template takes whole chats only
         if asked == said:
             raise ValueError(
                 f"the chat template must tell questions from answers, got one that writes both as "
@@ -121,7 +121,7 @@ class ChatReader:
 
     @cached_property
     def _opening(self) -> str:
-        """What the template puts after a question to ask for an answer."""
+        """The template's generation prompt: the text between a question and its answer."""
         asked = [_message("user", MARK)]
         with_it, without = self._render(asked, begin=True), self._render(asked)
         return with_it[_alike(with_it, without) :]
@@ -145,7 +145,7 @@ class ChatReader:
     def written(self, chat: Chat) -> Written:
         """``chat`` in the template.
 
-        Raises ``Unusable`` where that does not show its answers, or takes other chats only.
+        Raises ``Unusable`` if the template drops an answer or does not take such chats.
         """
         if chat.visual and not self.sees:
             raise Unusable("a picture, and the model reads text alone")
@@ -216,8 +216,8 @@ class ChatReader:
         return text, spans
 
     def _opened(self, text: str, after: int, begin: int, asked: Callable[..., str]) -> int:
-        """Where an answer begins that stands at ``begin``: after what is ``asked`` for it with, for
-        what the template puts between the two is said as well.
+        """Where the model begins to speak for the answer at ``begin``: right after the prompt
+        ``asked``, because the model also says what the template puts between the two.
         """
         opening, before = self._opening, ""
         with suppress(TemplateError, *FAULTS):
@@ -229,7 +229,7 @@ class ChatReader:
         return begin if place < 0 else place + len(opening)
 
     def _untemplated(self, messages: list[Message], chat: Chat) -> tuple[str, list[Span]]:
-        """Of a model that is asked plain questions."""
+        """The text and answer spans for a model without a chat template."""
         if [message["role"] for message in messages] != ["user", "assistant"]:
             raise Unusable("more than a question and its answer, and no chat template")
         asked, said = ("".join(p.get("text", "") for p in m["content"]) for m in messages)
@@ -240,8 +240,8 @@ class ChatReader:
     def _learnt(
         self, text: str, ids: list[int], places: list[Span], spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], list[Span]]:
-        """Ids up to the end of the last answer; which of them the model says, answers and the ends
-        that it puts after them; and where these stand in the text.
+        """The ids up to the end of the last answer; which of them are learnt (answers and the end
+        tokens after them); and the spans of these in the text.
         """
         learnt = [any(a < end and b > begin for begin, end in spans) for a, b in places]
         after, said = 0, []
@@ -270,11 +270,11 @@ class ChatReader:
         return min(length, self.limit)
 
     def has_room(self, chat: Chat, longest: int) -> bool:
-        """Whether answers of ``longest`` tokens can follow all of ``chat``."""
+        """Whether an answer of ``longest`` tokens fits after the whole ``chat``."""
         return self.check(chat) + longest <= self.room
 
     def _width(self, chat: Chat, row: Written) -> int:
-        """Tokens of ``row`` up to its head, of which pictures of the same sizes take the same."""
+        """Tokens of ``row`` up to its head, remembered by its pictures' sizes."""
         known = not chat.videos and len(chat.sizes or ()) == len(chat.images)
         sizes = tuple(map(tuple, chat.sizes or ()))
         if known and sizes in self.widths:
@@ -285,7 +285,7 @@ class ChatReader:
         return row.begin + added
 
     def verify(self, chat: Chat) -> None:
-        """Raise ``ValueError`` where what is learnt of ``chat`` is not its answers."""
+        """Raise ``ValueError`` if the tokens learnt from ``chat`` do not spell its answers."""
         row = self.written(chat)
         found = "".join(self.words.decode(row.said).split())
         for message in chat.messages:
@@ -300,7 +300,7 @@ class ChatReader:
                 )
 
     def read(self, chats: Sequence[Chat]) -> tuple[VLMPrompt, Tensor]:
-        """``chats`` as one batch, and which of its tokens are said by the model [B, L]."""
+        """``chats`` as one batch, and a mask [B, L] of the tokens that are learnt."""
         rows = [self.written(chat) for chat in chats]
         if not self.sees:
             ids = padded([row.ids[: self.limit] for row in rows])
@@ -322,7 +322,7 @@ class ChatReader:
         return whole, learnt
 
     def _before(self, chat: Chat, text: str) -> list[int]:
-        """The ids of a chat's beginning ``text``, with what is shown in it."""
+        """The ids of ``text``, the beginning of a chat, with its pictures and videos."""
         counts = [text.count(wording.placeholder(self.reader, kind) or "\0") for kind in KINDS]
         begun = Chat((), chat.images[: counts[0]], chat.videos[: counts[1]])
         return VLMPrompt(self._heads([begun], [text]), 1).rows()[0]
@@ -333,7 +333,7 @@ class ChatReader:
         return wording.read(self.reader, texts, pictures, videos)
 
     def asked(self, chat: Chat, turn: int) -> str:
-        """What the model is asked with to give the answer in message ``turn``."""
+        """The prompt that asks the model for the answer in message ``turn``."""
         messages = [self._thought(message) for message in chat.messages[:turn]]
         if self.template is None:
             return self._untemplated([*messages, _message("assistant", "")], chat)[0]
@@ -348,7 +348,7 @@ class ChatReader:
         return VLMPrompt({**padded(ids)}, longest)
 
     def said(self, chats: Sequence[Chat]) -> Tensor:
-        """How often each token [V] is one that the model says in ``chats``."""
+        """How often each token [V] is learnt in ``chats``."""
         found = torch.zeros(len(self.words), dtype=torch.long)
         for row in map(self.written, chats):
             found += torch.bincount(torch.tensor(row.said), minlength=len(found))
@@ -357,7 +357,7 @@ class ChatReader:
     def answers(
         self, pipe: Any, chats: Sequence[Chat], turns: Sequence[int], **options: Any
     ) -> list[str]:
-        """What ``pipe`` answers in the messages ``turns`` of ``chats``."""
+        """Answers by ``pipe`` for the messages ``turns`` of ``chats``."""
         asked = list(zip(chats, turns, strict=True))
         texts = [self.asked(chat, turn) for chat, turn in asked]
         if not self.sees:
@@ -370,13 +370,13 @@ class ChatReader:
         return list(pipe(images, texts, **given, **options).answers)
 
     def facts(self) -> list[str]:
-        """What answers depend on beside the model."""
+        """What answers depend on besides the model, for a cache's key."""
         words = self.words.backend_tokenizer.to_str()
         whole = self.reader.to_json_string() if self.sees else ""
         return [str(self.template), str(self.given), words, whole]
 
     def coloured(self, chat: Chat, colours: bool) -> str:
-        """``chat`` as it is read, what is learnt in green, or between ⟦ and ⟧ without colours."""
+        """``chat`` as the model reads it, learnt tokens in green, or in ⟦ and ⟧ without colours."""
         row = self.written(chat)
         opened, closed = ("\033[1;32m", "\033[0m") if colours else ("⟦", "⟧")
         found = ""
@@ -387,7 +387,7 @@ class ChatReader:
 
 
 def _count(chat: Chat, turn: int, kind: str) -> int:
-    """How many of a ``kind`` are shown before message ``turn``."""
+    """The number of pictures or videos (``kind``) before message ``turn``."""
     return sum(p["type"] == kind for message in chat.messages[:turn] for p in message["content"])
 
 
@@ -396,21 +396,21 @@ def _message(role: str, text: str) -> Message:
 
 
 def _alike(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """The length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _shown(chat: Chat) -> Questions:
-    """What is shown in ``chat``, opened."""
+    """The pictures and videos of ``chat``, opened."""
     return Questions.of([list(chat.images)], ["?"], videos=[list(chat.videos)])
 
 
 def answered(
     prompt: VLMPrompt, answers: Sequence[Sequence[int]], learnt: Sequence[Sequence[bool]]
 ) -> tuple[VLMPrompt, Tensor]:
-    """``prompt`` with the ids of each row's answer after it, and which tokens are ``learnt``, of
-    those of answers, [B, L].
+    """``prompt`` with each row's answer appended, and a mask [B, L] of the tokens that are learnt;
+    ``learnt`` is the mask over the answers' tokens.
     """
     said = padded([list(ids) for ids in answers])
     counted = padded([list(map(int, each)) for each in learnt])["input_ids"]

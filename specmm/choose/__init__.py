@@ -1,1 +1,1 @@
-"""What is fastest here: chosen by measurement, remembered, and said."""
+"""Chooses the fastest method on this machine by measurement, remembers and reports it."""

@@ -1,4 +1,4 @@
-"""How often the drafts of each level and rank are the ones kept, counted in a run.
+"""Counts in a run how often the draft of each level and rank is accepted.
 
 Shape letters: D levels, K ranks.
 """
@@ -49,7 +49,7 @@ class AcceptanceCounter:
             self.kept[depth - 1] += torch.bincount(taken, minlength=self.kept.shape[1])
 
     def table(self) -> tuple[tuple[float, ...], ...]:
-        """How often each rank was the one kept [D, K], of the times that its parent was kept."""
+        """The frequency [D, K] with which each rank was accepted, given that its parent was."""
         shares = self.kept / self.visits.clamp(min=1)
         shares = (shares * 1e4).floor() / 1e4  # rounded down: a row sums to at most 1
         return tuple(tuple(round(v, 4) for v in row) for row in shares.tolist())

@@ -1,10 +1,12 @@
-"""What is fastest here: candidates tried on a call's own prompt, for a share of the time of calls.
+"""Chooses the fastest method for a kind of call: candidates are tried on the call's own prompt, for
+a share of the time of calls.
 
-A trial is a few tokens by one candidate after the prompt, which are thrown away. Calls are timed,
-too, so that whoever is chosen goes on being measured. Trials may take ``START`` once a call was
-made, and then ``SHARE`` of the time of calls: a short first answer is left plain, or to what is
-forecast from how often drafts are accepted. What is measured is one :class:`Record` a kind of call,
-which is noted for later processes, whose first call is by the method that is known to be fastest.
+A trial decodes a few tokens by one candidate after the prompt and discards them. Calls are timed,
+too, so that the chosen method goes on being measured. Trials may take ``START`` once a call was
+made, and then ``SHARE`` of the time of calls: a short first answer is decoded plainly, or by the
+method that the drafts' known acceptance forecasts to be fastest. Measurements are kept in one
+:class:`Record` for each kind of call, and noted for later processes, whose first call then takes
+the fastest method known.
 """
 
 from __future__ import annotations
@@ -27,21 +29,21 @@ from specmm.core.stats import Stats
 from specmm.core.watching import tell
 
 LOGGER = logging.getLogger(__name__)
-SHARE = 0.03  # of the time of calls: what trials may take
-START = 24  # plain tokens' time that they may take once a call was made, or half a usual call's
-AT_ONCE, GRANT = 0.25, 48  # of a call, and tokens: the same before, where a gain is forecast
+SHARE = 0.03  # the share of calls' time that trials may take
+START = 24  # plain tokens' time for trials after the first call, or half a usual call's
+AT_ONCE, GRANT = 0.25, 48  # for the first call, if a gain is forecast: a share of it, and tokens
 FEW, ROUNDS = 8, 6  # tokens and rounds of a trial, beside the prompt's
 PASSES = 3  # trials of each candidate that stays; one, where its tokens a round are known
 TRUST = 64  # rounds that tokens a round which are known count as
 LAST = 9  # samples that count, of all
-BEHIND = 0.7  # of the fastest's speed: who is slower twice is tried no more
+BEHIND = 0.7  # of the fastest's speed: slower methods are out after two trials
 HOPELESS = 0.5  # the same, at once
 MARGIN = 1.05  # times as fast as plain decoding a method must be
 SURE = 1.3  # times plain decoding's speed that must be forecast to be run untried
 USUAL = 64  # tokens of a call, of which none has been made
 RECENT = 7 * 86_400.0  # seconds for which notes hold: drafters and machines change
 PROMPT = 4.0  # tokens that reading a prompt takes as long as, until that is measured
-LEVEL, NODE = 0.1, 0.04  # of a plain step, what a drafted level and a scored node add: a guess
+LEVEL, NODE = 0.1, 0.04  # guessed costs of a drafted level and a scored node, in plain steps
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ class Measured(NamedTuple):
 
 @dataclass
 class Sample:
-    """What a run took: the seconds of its ``prompt`` and first round, and of each of the ``rounds``
-    after it, which gave a row so many ``tokens``. ``tv`` is a relaxed rule's total variation a
-    token; ``stats`` are of whole runs. ``beside`` says of a trial by which method the call was that
-    followed it, and how many times that one's speed it had: answers are unlike one another.
+    """The seconds of a run's ``prompt`` with its first round, and of each of the ``rounds`` after
+    it, which gave a row ``tokens`` tokens. ``tv`` is a relaxed rule's total variation a token;
+    whole runs have ``stats``. A trial has ``beside``: the method of the call that followed it, and
+    the trial's speed relative to that call, because answers differ.
     """
 
     prompt: float = 0.0
@@ -131,12 +133,12 @@ def _parsed(found: Any) -> _Noted:
 
 @dataclass
 class Record:
-    """What was measured of calls of one kind, of ``rows`` at a time: of ``candidates`` beside plain
-    decoding, by method, the newest ``samples`` last.
+    """The measurements of one kind of call with ``rows`` rows: ``samples`` of plain decoding and of
+    the ``candidates`` by method, the newest last.
 
     ``decoded`` are the tokens of a row in calls; ``lasted`` and ``spent`` are the time of calls and
-    of trials, in tokens of plain decoding. A relaxed method is out above a total variation ``tv`` a
-    token.
+    of trials, in tokens of plain decoding. Relaxed methods above a total variation of ``tv`` a
+    token are excluded.
     """
 
     candidates: Sequence[Candidate] = ()
@@ -157,8 +159,8 @@ class Record:
     complete: bool = False  # all of them were tried as often as is needed
 
     def remember(self, notes: Notes, fresh: bool = False) -> Self:
-        """Go on from what earlier processes noted, unless all is to be ``fresh``; note what is
-        measured from now on.
+        """Continue from the notes of earlier processes, unless ``fresh``, and note all later
+        measurements.
         """
         self.notes = notes
         found = None if fresh else notes.read(_parsed)
@@ -178,14 +180,14 @@ class Record:
         return min(each, key=each.__getitem__, default="")
 
     def _recall(self) -> None:
-        """Take over the noted samples of the candidates, which are known by now."""
+        """Take over the noted samples of the candidates."""
         for one in self.order if self.noted else ():
             if samples := self.noted.pop(methods.label(one.method), None):
                 self.samples.setdefault(one.method, samples)
 
     def _note(self) -> None:
-        """Keep it for later processes."""
-        # what was not asked for in this process stays noted
+        """Write the notes for later processes."""
+        # methods not asked for in this process stay noted
         found = self.noted | {methods.label(one): all_of for one, all_of in self.samples.items()}
         rows = {
             method: [(x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples]
@@ -200,10 +202,10 @@ class Record:
     def played(
         self, method: Any, steps: Iterator[Progress], few: float, least: float = 0.0
     ) -> Iterator[Progress]:
-        """``steps`` of a run by ``method``, of which a sample is taken in the end.
+        """Yield the ``steps`` of a run by ``method`` and take a sample at its end.
 
-        They are left once a row has ``few`` tokens, of ``ROUNDS`` at least, or when so many would
-        be fewer than ``least`` a second.
+        The run ends early once a row has ``few`` tokens after at least ``ROUNDS`` rounds, or when
+        it cannot reach ``least`` tokens a second.
         """
         sample = Sample()
         trial = math.isfinite(few)
@@ -235,7 +237,7 @@ class Record:
                 self.pending = []
 
     def called(self, method: Any, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """As :meth:`played`, of a call, whose time lets trials be made."""
+        """As :meth:`played`, for a call, whose time adds to the budget of trials."""
         for progress in self.played(method, steps, math.inf):
             yield progress
         tokens = float(progress.counts.float().mean())
@@ -247,8 +249,8 @@ class Record:
             self._note()
 
     def worthwhile(self, coming: float, share: float = SHARE) -> bool:
-        """Whether drafters are to be looked at, and read from files: not for a short first call,
-        nor where calls usually end before drafts would pay.
+        """Whether to look at drafters, which may have to be read from files: not for a short first
+        call, nor where calls usually end before drafts would pay.
         """
         long = self.usual >= PROMPT + FEW and bool(self.calls or self.noted)
         return long or share * coming >= PROMPT + FEW
@@ -260,7 +262,7 @@ class Record:
 
     @property
     def order(self) -> list[Candidate]:
-        """All that are tried, in order."""
+        """All candidates, in the order of their trials."""
         return [PLAIN, *sorted(self.candidates, key=lambda one: -self.forecast(one))]
 
     def choose(
@@ -271,8 +273,8 @@ class Record:
         share: float = SHARE,
         passes: int = PASSES,
     ) -> Any:
-        """The method that should be fastest for a call of ``coming`` tokens, once what may be tried
-        by now has been, in trials of ``few`` tokens.
+        """Make the trials that the budget allows, of ``few`` tokens each, and return the method
+        that should be fastest for a call of ``coming`` tokens.
         """
         self._recall()
         order = self.order
@@ -294,8 +296,8 @@ class Record:
         return self.fastest()
 
     def _next(self, order: Sequence[Candidate], needed: Sequence[int]) -> Candidate | None:
-        """Whom to try next: of those that stay, and were tried too little, the first of the least
-        tried.
+        """The next candidate to try: among those still in the contest with too few trials, the one
+        with the fewest.
         """
         left = self.left
         staying = [(one, n) for one, n in zip(order, needed, strict=True) if one.method not in left]
@@ -306,7 +308,7 @@ class Record:
         return min(lacking, key=lambda each: each[0])[1]
 
     def _cost(self, one: Candidate, order: Sequence[Candidate], few: int) -> float:
-        """How long a trial of ``one`` should take, in tokens of plain decoding. A trial of plain
+        """The expected cost of a trial of ``one``, in tokens of plain decoding. A trial of plain
         decoding includes the trial of another method, without which it is useless.
         """
         plain = self.samples.get(PLAIN.method)
@@ -327,7 +329,7 @@ class Record:
         try:
             for _ in self.played(method, begin(method), few, least):
                 pass
-        except ValueError as error:  # of a drafter; plain decoding's are the call's own
+        except ValueError as error:  # a drafter's error; plain decoding's would end the call anyway
             if method == PLAIN.method:
                 raise
             LOGGER.warning("auto: without %s: %s", methods.label(method), error)
@@ -339,14 +341,14 @@ class Record:
 
     @property
     def left(self) -> dict[Any, str]:
-        """Those that are tried no more as it stands, and why."""
+        """The methods that are out of the contest, with the reason."""
         if PLAIN.method not in self.samples:
             return self.failed
         found = {one: why for one in self.samples if (why := self._leaves(one))}
         return found | self.failed
 
     def _leaves(self, method: Any) -> str:
-        """Why ``method`` is tried no more; "" if it stays."""
+        """Why ``method`` is out of the contest; "" if it is not."""
         off = self.deviation(method)
         nearer = [self.gain(other) for other in self.samples if self.deviation(other) <= off]
         least = HOPELESS if len(self.samples[method]) < 2 else BEHIND
@@ -357,21 +359,21 @@ class Record:
         return ""
 
     def fastest(self) -> Any:
-        """The method to run: the fastest by far enough; where plain decoding was not measured, the
-        one that is forecast to be.
+        """The method to run: the fastest by a sufficient margin, or the forecast one if plain
+        decoding was not measured.
         """
         if PLAIN.method not in self.samples:
             best = [one for one in self.order[1:2] if one.method not in self.failed]
             return best[0].method if best and self.forecast(best[0]) >= SURE else PLAIN.method
         near = [one for one in self.samples if self.deviation(one) <= self.tv]
         staying = [one for one in near if one not in self.failed]
-        # what leaves the model's distribution must be worth it
+        # leaving the model's distribution must be worth it
         worth = {one: self.gain(one) / (MARGIN if self.deviation(one) else 1) for one in staying}
         fastest = max(worth, key=lambda one: worth[one])
         return fastest if worth[fastest] > MARGIN else PLAIN.method
 
     def reason(self) -> str:
-        """Why :meth:`fastest` is, in words."""
+        """The reason for :meth:`fastest`, as text."""
         chosen = self.fastest()
         if not self.candidates:
             if self.looked:
@@ -388,7 +390,7 @@ class Record:
         return f"tau {one.tau:.2f} and {self.forecast(one):.2f}x plain decoding forecast"
 
     def forecast(self, one: Candidate) -> float:
-        """Speed over plain decoding, roughly: what orders trials. 1 where nothing is known."""
+        """A rough speed over plain decoding, by which trials are ordered; 1 if nothing is known."""
         adds = LEVEL * one.levels + NODE * one.nodes * self.rows
         return one.tau / (1 + adds) if one.tau else 1.0
 
@@ -410,7 +412,7 @@ class Record:
         return statistics.median(plain / self.each(other) * ratio for other, ratio in beside)
 
     def tau(self, method: Any) -> float:
-        """Tokens a round of ``method``; what was known before counts as ``TRUST`` rounds."""
+        """Tokens a round of ``method``; a value known beforehand counts as ``TRUST`` rounds."""
         before = max((one.tau for one in self.candidates if one.method == method), default=0.0)
         trust = TRUST if before else 0
         tokens = sum(sample.tokens for sample in self.samples[method])

@@ -1,5 +1,5 @@
-"""Which tree should be fastest, from seconds and acceptance: for drafters that are traced, and
-machines that are elsewhere.
+"""Predicts the fastest tree from seconds and acceptance: for traced drafters and for other
+machines.
 
 The speedup of a round over plain decoding is S = tau * step / (draft + verify + host): tau tokens
 for the seconds of drafting the levels, of one target forward over N nodes, and of the host.
@@ -95,8 +95,9 @@ def plan(
     """The candidate that should be fastest, or plain decoding if none exceeds 1 + ``margin``.
 
     Of those within ``NOISE`` of the largest expected speedup it is the one with the fewest nodes:
-    measured again, any of them might come first. Of equals it is the earlier. ``worth``, acceptance
-    [K] or [D, K] as of :mod:`specmm.shape.sequoia`, or what gives the tokens a round of a tree.
+    measured again, any of them might come first. Of equals it is the earlier. ``worth`` is an
+    acceptance table [K] or [D, K] (:mod:`specmm.shape.sequoia`), or a function from a tree to its
+    tokens a round.
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")

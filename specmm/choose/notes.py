@@ -1,4 +1,4 @@
-"""What one process has measured and later ones need not measure again: numbers in JSON files."""
+"""Measurements that later processes reuse, as JSON files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class Notes:
-    """The numbers filed in the folder ``place`` under ``key``, a value whose ``repr`` says all that
-    they depend on; without a ``place`` none are kept.
+    """The numbers stored in the folder ``place`` under ``key``, whose ``repr`` must name everything
+    they depend on; without a ``place`` nothing is stored.
     """
 
     def __init__(self, place: Path | None = None, key: object = "") -> None:
@@ -35,7 +35,7 @@ class Notes:
         return cls(place, key)
 
     def read(self, parse: Callable[[Any], T]) -> T | None:
-        """What ``parse`` makes of the file; None where it is damaged or not there."""
+        """The file's value, converted by ``parse``; None if the file is missing or damaged."""
         if self.file is None:
             return None
         try:
@@ -44,7 +44,7 @@ class Notes:
             return None
 
     def write(self, found: Any) -> None:
-        """Keep ``found``. Where that fails no more is tried: it can be measured again."""
+        """Write ``found``; a failure is ignored, since the numbers can be measured again."""
         if self.file is None:
             return
         try:

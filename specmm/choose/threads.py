@@ -3,12 +3,13 @@
 OpenMP's threads wait for one another at the end of each product. Where another program has a core,
 that wait lasts a time slice of the system, which is a thousand small products: a picture of
 pocket/llamagen took 0.37 s by one thread and 1.4 s by two beside one busy program. So the products
-of a network are timed by one thread, two, four and so on, in turn, before its first call; what was
-fastest is remembered by machine and network, and measured anew where products have become slower.
+of a network are timed by one thread, two, four and so on, in turn, before its first call; the
+fastest number is remembered by machine and network, and measured anew when products have become
+slower.
 
-Whoever names a number gets it: :func:`threads`, ``--threads``, ``OMP_NUM_THREADS``. The number
-changes the last digits of a product. So a job, a training, and a command whose record says how to
-make its result again keep one number to the end (:func:`settled`); calls of a pipeline choose.
+A number named by the user is obeyed: :func:`threads`, ``--threads``, ``OMP_NUM_THREADS``. The
+number changes the last digits of a product. So a job, a training, and a command that records how to
+repeat its result keep one number to the end (:func:`settled`); calls of a pipeline choose.
 
 Shape letters: R rows of an input, K inputs and N outputs of a linear layer.
 """
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from specmm.choose.notes import Notes
 
 VARIABLE = "OMP_NUM_THREADS"
-ROWS = 8  # of an input: a round's draft tree
+ROWS = 8  # rows of an input: a round's draft tree
 PASSES = 5  # through the products, by each number of threads, in turn
 MOST = 2**24  # weights that a pass reads
 BETWEEN = 12  # small operators after each product, as networks have: threads fall asleep meanwhile
@@ -42,7 +43,7 @@ WAITED = 1.2  # seconds by one thread over its own processor seconds that tell o
 BUSY_GAIN = 1.5  # more threads must gain there, where each pass may be a lucky one
 OTHER = 1.5  # times slower or faster than the pass that was chosen by: measured anew
 REMEMBERED = 600.0  # seconds until it is measured anew: what else runs here comes and goes
-SHARE = 0.005  # of a call's seconds that measuring may take, once it has been measured
+SHARE = 0.005  # the share of a call's seconds that later measurements may take
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,14 @@ class Choice:
 
 
 class _Named:
-    """The number that somebody named for this process, and who."""
+    """The number named for this process, and the option or variable that named it."""
 
     choice: Choice | None = None
 
 
 @contextmanager
 def _restored() -> Iterator[None]:
-    """What the block says of threads holds within it."""
+    """Restore the setting of threads after the block."""
     before, took = _Named.choice, torch.get_num_threads()
     try:
         yield
@@ -76,7 +77,7 @@ def _restored() -> Iterator[None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Within the block products take ``count`` threads, in all of this process.
+    """Products of the whole process take ``count`` threads within the block.
 
     Raises ``ValueError`` unless it is from 1 to the machine's cores.
     """
@@ -86,7 +87,8 @@ def threads(count: int) -> Iterator[None]:
 
 
 def name_number(count: int, who: str) -> None:
-    """From now on products of this process take ``count`` threads, as ``who`` said.
+    """Products of this process take ``count`` threads from now on; errors name ``who`` asked for
+    it.
 
     Raises ``ValueError`` unless it is from 1 to the machine's cores.
     """
@@ -102,10 +104,10 @@ def name_number(count: int, who: str) -> None:
 
 @contextmanager
 def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> Iterator[Choice]:
-    """Within the block products of this process take one number of threads: the one ``recorded``
-    for what is made again, or the one that was named or is fastest for ``network``.
+    """Keep one number of threads within the block: the number ``recorded`` for a result that is
+    made again, else the named one, else the fastest for ``network``.
 
-    Raises ``ValueError`` where another number than the recorded one was named, other than by
+    Raises ``ValueError`` if another number than the recorded one was named, except by
     ``OMP_NUM_THREADS``, which launchers set.
     """
     with _restored():
@@ -124,7 +126,7 @@ def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> I
 
 
 def named() -> Choice | None:
-    """The number that was named for this process, None where it is chosen.
+    """The number named for this process; None if it is to be chosen.
 
     Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number, which OpenMP ignores.
     """
@@ -140,7 +142,7 @@ def named() -> Choice | None:
 
 
 def in_use() -> Choice:
-    """What products take now."""
+    """The number of threads that products take now."""
     return named() or Choice(torch.get_num_threads(), "PyTorch's own")
 
 
@@ -172,8 +174,8 @@ class Products:
     """The products of a network's linear layers with inputs of ``rows`` rows, and the seconds that
     a pass through them takes.
 
-    ``taken`` are those of a pass by the number chosen, which was ``at`` that time; ``due`` is when
-    it may be looked at again, which a choice that is ``kept`` is not.
+    ``taken`` are the seconds of a pass by the chosen number, measured ``at`` that time; ``due`` is
+    when the choice may be checked again, unless it is ``kept``.
     """
 
     layers: list[nn.Linear]
@@ -213,16 +215,16 @@ class Products:
         return self.choice
 
     def _has_changed(self, count: int) -> bool:
-        """Whether a pass takes more than it did, or less: the machine was busy then. Two of them,
-        where the first does: it may find the weights out of the caches.
+        """Whether a pass has become slower, or faster (the machine was busy when it was chosen). A
+        changed pass is repeated, since the first may find the weights out of the caches.
         """
         return all(not 1 / OTHER < self._pass(count) / self.taken < OTHER for _ in range(2))
 
     def _measured(self, most: int) -> Choice:
-        """Every number of threads is timed, in turn: the fastest."""
+        """Time every number of threads in turn and return the fastest."""
         counts = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
         for count in counts:
-            self._pass(count)  # which starts the threads
+            self._pass(count)  # this starts the threads
         taken = dict.fromkeys(counts, 0.0)
         alone = 0.0
         for _ in range(PASSES):
@@ -259,7 +261,7 @@ class Products:
 
 
 def _plain(layer: nn.Linear) -> bool:
-    """Whether its products are a CPU's, with a weight of numbers that PyTorch multiplies."""
+    """Whether ``layer`` runs on the CPU with a plain weight, without hooks or quantisation."""
     weight = layer.weight
     if type(weight) is not nn.Parameter:  # a quantiser's
         return False
@@ -267,7 +269,7 @@ def _plain(layer: nn.Linear) -> bool:
 
 
 def _parsed(found: Any) -> tuple[Choice, float, float]:
-    """A choice, the seconds of its pass, and when it was made, as they were noted."""
+    """A choice, the seconds of its pass and its time, from a note."""
     choice = Choice(int(found["threads"]), str(found["threads_reason"]))
     return choice, float(found["taken"]), float(found["at"])
 
@@ -280,8 +282,8 @@ class _Call(local):
 
 
 class _Process:
-    """PyTorch's own number, as it was before the first of the ``calls`` that are inside: a Python
-    thread that begins meanwhile would find what another one chose.
+    """PyTorch's own number before the first of the ``calls`` in progress; a Python thread that
+    begins meanwhile would read the number that another call chose.
     """
 
     lock = Lock()
@@ -294,9 +296,9 @@ _products: WeakKeyDictionary[nn.Module, Products] = WeakKeyDictionary()
 
 
 def choose(network: nn.Module, rows: int = 0) -> Choice:
-    """The number of threads for ``network``: the one that was named, or the fastest. Sets PyTorch's
-    to it. Its products have so many ``rows``; without them the network's ``step_rows``, and
-    :data:`ROWS` where it has none.
+    """Set PyTorch's number of threads for ``network`` and return it: the named one, or the fastest.
+    Products have ``rows`` rows, by default the network's ``step_rows``, or :data:`ROWS` if it has
+    none.
 
     Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number.
     """
@@ -316,8 +318,8 @@ def choose(network: nn.Module, rows: int = 0) -> Choice:
 
 @contextmanager
 def chosen(network: object) -> Iterator[None]:
-    """A call of ``network`` within the block takes the threads that are fastest for it, unless a
-    number was named; PyTorch's own number is back after it.
+    """Within the block ``network`` runs with the fastest number of threads, unless a number was
+    named; PyTorch's own number is restored after it.
     """
     if not isinstance(network, nn.Module) or _call.inside or named() is not None:
         yield
@@ -330,9 +332,10 @@ def chosen(network: object) -> Iterator[None]:
     _call.inside = True
     try:
         torch.set_num_threads(own)
+        several = allowed() > 1
         choose(network)
         found = _products[network]
-        _call.products = found if found.layers else None
+        _call.products = found if found.layers and several else None
         yield
     finally:
         _call.inside, _call.products = False, None
@@ -342,7 +345,7 @@ def chosen(network: object) -> Iterator[None]:
 
 
 def look_again() -> None:
-    """Between two rounds of a call: other threads, if products have become slower."""
+    """Between two rounds of a call, choose the threads again if products have become slower."""
     products = _call.products
     if products is not None and not products.kept and time.monotonic() >= products.due:
         torch.set_num_threads(_Process.own)

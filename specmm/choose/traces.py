@@ -1,11 +1,11 @@
-"""What a target keeps of a drafter's drafts, as a file: trees, batches and machines are planned
-for without running either.
+"""Traces: how a target accepts a drafter's drafts, as a file from which trees, batches and machines
+are planned without running either model.
 
-After every token of some answers, the chance that the draft of each rank at each depth is the one
-kept, given that those above it are the answer's own. The answers were the target's; of them the
-file has how long they are and how much text was before them. Given an answer, rounds depend on one
-another only by where they begin: the tokens a round of any tree of fixed shape follow exactly
-(:meth:`Trace.tau`), where a table by depth gives them roughly.
+A trace holds, after every token of some answers by the target, the probability that the draft of
+each rank at each depth is accepted, given that the drafts above it are the answer's own tokens; and
+the lengths of the answers and of the texts before them. Given an answer, a round depends on earlier
+rounds only through the place where it begins: the tokens a round of any tree of fixed shape follow
+exactly (:meth:`Trace.tau`), which a table by depth gives only roughly.
 
 Shape letters: R roots, D levels, K ranks, B answers, N nodes, L roots of the longest answer.
 """
@@ -31,7 +31,7 @@ from specmm.shape.sequoia import best_tree
 FORMAT = "specmm trace"
 VERSION = 1
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)  # nodes of the trees that are compared, with the root
-ROUNDED = 1e-2  # by which chances in half precision may exceed 1
+ROUNDED = 1e-2  # the most by which probabilities in half precision exceed 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Trace:
                 f"tree must have at most {depth} levels and {width} children a node, as traced, "
                 f"got {shape.depth} and {shape.width}"
             )
-        reached = [torch.ones(len(self.kept))]  # of each node, by root
+        reached = [torch.ones(len(self.kept))]  # a probability for each node, by root
         columns = (of[0, 1:].tolist() for of in (shape.parents, shape.depths, shape.ranks))
         for parent, level, rank in zip(*columns, strict=True):
             reached.append(reached[parent] * self.kept[:, level - 1, rank].float())
@@ -66,8 +66,8 @@ class Trace:
         return int(self.roots.sum()) / self._begun(ends)
 
     def _begun(self, ends: Tensor) -> float:
-        """How many rounds begin in all answers, with chances ``ends`` [R, D + 1] of so many drafts
-        after each root.
+        """The expected number of rounds in all answers, if a round from each root keeps d drafts
+        with probability ``ends`` [R, D + 1].
         """
         each = ends.split(self.roots.tolist())
         longest = int(self.roots.max())
@@ -81,8 +81,8 @@ class Trace:
         return float(begun[there].sum())
 
     def table(self) -> list[list[float]]:
-        """How often the draft of each rank is the one kept, of the times that those above it are
-        [D, K].
+        """The frequency [D, K] with which the draft of each rank is accepted, given that the drafts
+        above it are.
         """
         kept = self.kept.float()
         reached = F.pad(kept.sum(-1).cumprod(1)[:, :-1], (1, 0), value=1.0)  # [R, D]
@@ -91,8 +91,8 @@ class Trace:
         return found
 
     def by_context(self) -> dict[int, float]:
-        """The share of first drafts of the likeliest rank that are kept, by the tokens before the
-        answer: at most so many.
+        """The share of likeliest first drafts that are accepted, by the length of the text before
+        the answer (keys are upper bounds in tokens).
         """
         each = self.kept[:, 0, 0].float().split(self.roots.tolist())
         bounds = self.contexts.float().quantile(torch.tensor([1 / 3, 2 / 3, 1.0])).ceil().int()
@@ -121,7 +121,8 @@ class Trace:
     def load(cls, file: Path) -> Trace:
         """The trace in ``file``.
 
-        Raises ``FileNotFoundError``, and ``ValueError`` for what is none, or of another version.
+        Raises ``FileNotFoundError``, and ``ValueError`` for a file that is no trace or of another
+        version.
         """
         if not file.is_file():
             raise FileNotFoundError(f"there must be a trace at {file}, got no file")
@@ -144,7 +145,7 @@ class Trace:
         return found
 
     def _check(self) -> None:
-        """Raise ``ValueError`` for chances and counts that cannot be."""
+        """Raise ``ValueError`` for impossible probabilities and counts."""
         kept, roots = self.kept, self.roots
         of_answers = roots.ndim == 1 and roots.shape == self.contexts.shape
         if kept.ndim != 3 or 0 in kept.shape or not of_answers:

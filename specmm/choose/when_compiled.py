@@ -29,15 +29,15 @@ T = TypeVar("T")
 Compiled: TypeAlias = bool | Literal["auto"]
 # Of this machine's programs until one has been timed on it: half a minute to two (the CPU).
 BUILD = 90.0
-CAPTURE = 0.2  # of a GPU's graphs, which each process captures anew, until that is measured
-LOAD = 0.25  # of the seconds to build: programs that lie in the folder (5.8 of 23.4 CPU seconds)
+CAPTURE = 0.2  # a GPU's graphs, captured anew in each process, until measured
+LOAD = 0.25  # the share of building that loading takes (5.8 of 23.4 CPU seconds)
 TRIES = 3  # batches by which programs are judged: one may run beside other work
-SHARE = 0.35  # of uncompiled seconds saved until both are measured: LlamaGen 0.3 to 0.45
+SHARE = 0.35  # the share of seconds saved until measured: LlamaGen 0.3 to 0.45
 
 
 @dataclass
 class Seconds:
-    """What a kind of work takes on this machine; None where it has not been measured.
+    """The seconds of one kind of work on this machine; None where not measured.
 
     ``plain`` and ``quick`` are a picture's, uncompiled and compiled; ``build`` and ``load`` are
     what the first compiled ones of a process took beyond that, without programs in the folder and
@@ -56,14 +56,14 @@ class Seconds:
 
     @property
     def saved(self) -> float:
-        """By a compiled picture."""
+        """The seconds that a compiled picture saves."""
         if self.plain is None or self.quick is None:
             return self.usual
         return self.plain - self.quick
 
     @property
     def cost(self) -> float:
-        """Of the first compiled pictures of a process."""
+        """The seconds that building or loading adds to the first compiled pictures of a process."""
         if self.load is not None:
             return self.load
         return BUILD if self.build is None else self.build * LOAD
@@ -77,7 +77,7 @@ def check_compiled(compiled: object) -> None:
 
 @dataclass
 class Work:
-    """One kind of work of this process: what is known of it, and which way it went so far.
+    """One kind of work in this process: its known seconds, and what was decided so far.
 
     ``notes`` keep its numbers.
     """
@@ -98,8 +98,8 @@ class Work:
 
     @property
     def saved(self) -> float:
-        """By a compiled picture; that it is nothing is believed after ``TRIES`` batches, and anew
-        in every process.
+        """The seconds that a compiled picture saves; that it saves none is only believed after
+        ``TRIES`` batches, in each process anew.
         """
         found = self.seconds.saved
         return found if found > 0 or self.tried >= TRIES else self.seconds.usual
@@ -111,8 +111,8 @@ class Work:
         return self.missed + pictures * self.saved > self.seconds.cost
 
     def programs(self, pictures: int, make: Callable[[], T]) -> T | None:
-        """What ``make`` gives for compiled pictures, if that pays for ``pictures`` to come and this
-        model and method have programs, and there is a compiler.
+        """The compiled form that ``make`` returns, if compiling pays for the ``pictures`` to come;
+        None otherwise, or if this cannot be compiled.
         """
         if not (self.able and self.pays(pictures)):
             return None
@@ -123,8 +123,8 @@ class Work:
             return None
 
     def observe(self, seconds: float, pictures: int, quick: bool, built: bool = True) -> None:
-        """``pictures`` took ``seconds``, compiled if ``quick``; no later ones are, unless programs
-        could be ``built``.
+        """Record that ``pictures`` took ``seconds``, compiled if ``quick``. If programs could not
+        be ``built``, later pictures are not compiled.
         """
         self.able &= built
         known = self.seconds
@@ -147,7 +147,7 @@ class Work:
 
 
 def _parsed(found: Any) -> Seconds:
-    """The seconds that were noted."""
+    """The seconds from a note."""
     names = [name for name in Seconds.__dataclass_fields__ if found.get(name) is not None]
     return Seconds(**{name: float(found[name]) for name in names})
 
@@ -180,10 +180,11 @@ class Works:
         network: torch.nn.Module,
         key: object,
     ) -> Turn[T]:
-        """The decisions of a call of ``network``, on ``plain`` or compiled, on what ``make`` gives.
+        """The decisions of a call of ``network``: each batch runs on ``plain`` or on the compiled
+        form that ``make`` returns.
 
-        ``key`` is its method, options and batch size. Raises ``ValueError`` as ``make`` does for
-        True, and for what is no such choice.
+        ``key`` is its method, options and batch size. Raises ``ValueError`` as ``make`` does if
+        ``compiled`` is True, and for an unknown value of it.
         """
         check_compiled(compiled)
         if compiled is True:
@@ -204,9 +205,10 @@ class Works:
 
 @dataclass
 class Turn(Generic[T]):
-    """A call's decisions, batch by batch, where ``work`` is to decide; else all is ``chosen``.
+    """A call's decisions, batch by batch, if it has ``work`` to decide by; otherwise all batches
+    run on ``chosen``.
 
-    ``compiled`` says of each picture so far whether programs were run for it, and nothing else.
+    ``compiled`` says for each picture so far whether it was drawn by programs alone.
     """
 
     plain: T

@@ -134,7 +134,7 @@ def batch(
         draw=draw or None,
     )
     with stdout_reserved(), reached(folder):
-        # what this machine lacks is said before any work
+        # errors about this machine come before any work
         if parquet and util.find_spec("pyarrow") is None:
             raise ValueError(f"--parquet needs pyarrow, run: {install('batch')}")
         if engine == "local":

@@ -268,7 +268,7 @@ def demo(
     from specmm.runs.demo import compare, in_letters, notes, table_of
 
     def show(line: str, image: Any) -> None:
-        """Between two states of the bar."""
+        """Show ``line`` and ``image`` without breaking the progress bar."""
         with tqdm.external_write_mode():
             if sys.stderr.isatty() and "NO_COLOR" not in os.environ:
                 say(in_letters(image))

@@ -76,7 +76,7 @@ class Settings:
     as_json: Json = False
 
     def call(self, method: Any, **own: Any) -> dict[str, Any]:
-        """The options of a call by ``method``, with its ``own``; says which one changes nothing."""
+        """The options of a call by ``method``, with its ``own``; notes options without effect."""
         from specmm.hf.prompts.options import idle_options
 
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -120,7 +120,7 @@ class Settings:
             return call(pipe)
 
         with stdout_reserved(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", IdleOption)  # it has been said
+            warnings.simplefilter("ignore", IdleOption)  # ``Settings.call`` has warned
             place = Place.named(self.device, self.dtype)
             out, record = answered(kind, model, place, chosen, self.drafter, timed)
         record |= {} if self.messages is None else {"messages": str(self.messages)}

@@ -31,7 +31,7 @@ Seed = Annotated[
 
 
 def _check_device(name: str) -> str:
-    """``name``; raises ``ValueError`` for the device without numbers, where nothing runs."""
+    """``name``; raises ``ValueError`` for "meta", on which nothing runs."""
     if name.partition(":")[0] == "meta":
         raise ValueError("device must be one of this machine's, such as cpu, got 'meta'")
     return name
@@ -49,7 +49,7 @@ Dtype = Annotated[
 
 
 def _name_threads(count: int | None) -> None:
-    """The effect of ``--threads``, for every command."""
+    """Apply ``--threads``, for every command."""
     if count is not None:
         from specmm.choose.threads import name_number
 
@@ -102,8 +102,8 @@ def compiled_as(text: str | None, always: bool) -> bool | Literal["auto"]:
 def with_fields(
     kind: type[Any], name: str, **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a command of a function that takes an object ``name`` of a dataclass ``kind``: its
-    fields, annotated as options, take its place, with other ``defaults`` where they are given.
+    """Make a command of a function with a parameter ``name`` of the dataclass ``kind``: the fields,
+    annotated as options, replace the parameter, with ``defaults`` in place of their own.
 
     The function's own annotations must be evaluated, not text: typer reads them.
     """
@@ -135,7 +135,7 @@ def with_fields(
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The ``options`` that are not None: those that were given."""
+    """The ``options`` that were given: those that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 

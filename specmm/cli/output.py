@@ -22,7 +22,7 @@ ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "C
 
 
 class Interrupted(Exception):
-    """Ctrl-C, once everything finished is safe; its text says where that is."""
+    """Ctrl-C, raised once all finished work is saved; its text says where."""
 
 
 class OneLine(TyperGroup):
@@ -64,7 +64,7 @@ class OneLine(TyperGroup):
 
 
 class OwnOrOther(TyperGroup):
-    """A command ``own`` that has others beside it: what names none of them is its own arguments."""
+    """A command group that is also the command ``own``, which gets all other arguments."""
 
     own = "model"
 
@@ -120,7 +120,7 @@ def stdout_reserved() -> contextlib.AbstractContextManager[object]:
 
 
 def counted(numbers: Mapping[str, int]) -> str:
-    """``numbers`` of files by what they are, the number of all first, as a line."""
+    """A line of the ``numbers`` of files by kind, the total first."""
     return ", ".join(f"{number} {what}" for what, number in numbers.items())
 
 

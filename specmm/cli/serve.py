@@ -66,7 +66,7 @@ def serve(
 ) -> None:
     """Serve models by OpenAI's protocol: chats, completions and pictures, at /v1.
 
-    SIGTERM or Ctrl-C lets requests that there are end; a second one does not.
+    After SIGTERM or Ctrl-C running requests are finished; a second signal ends them.
     """
     starting()
     with needed("serve", "serve"):

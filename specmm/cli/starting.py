@@ -31,8 +31,8 @@ def started() -> None:
 
 @contextmanager
 def quick_end() -> Iterator[None]:
-    """Around a whole command: once it has ended by ``sys.exit`` and all that waits for the end of
-    the process has run, the process ends without taking itself apart.
+    """Around a whole command: after ``sys.exit`` and the exit handlers, end the process without
+    destroying its objects.
     """
     ended: list[int] = []
 
@@ -42,7 +42,7 @@ def quick_end() -> Iterator[None]:
             sys.stderr.flush()
             os._exit(ended[0])
 
-    atexit.register(leave)  # what is registered first runs last
+    atexit.register(leave)  # handlers run in reverse order of their registration
     try:
         yield
     except SystemExit as end:

@@ -1,10 +1,10 @@
 """The preallocated KV cache, whose rows have lengths of their own.
 
 Slots [0, capacity) hold committed tokens. The ``scratch`` slots from ``front`` on hold the nodes of
-a round's tree, of which those kept are then moved after the row's committed tokens. Where shapes
-may change, the front follows the longest row, so that no round attends room that is empty yet;
-elsewhere it is behind the capacity. The moves and, where
-Triton runs, tree attention are kernels (:mod:`specmm.kernels`).
+a round's tree; accepted nodes are then moved after the row's committed tokens. Where shapes may
+change, the front follows the longest row, so that no round attends empty slots; elsewhere it lies
+behind the capacity. The moves and, where Triton runs, tree attention are kernels
+(:mod:`specmm.kernels`).
 
 Shape letters: A arrays (keys and values of layers alike), G guidance branches (1, or 2 for [cond;
 uncond]), B batch, R = G·B rows, S slots, T new tokens, H heads, D head width, N tree nodes, M most
@@ -42,11 +42,12 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Views:
-    """Of all layers, in ``arrays`` [A, R, S, H, D], the slots that are written and attended.
+    """Views of the slots that the next forward writes and attends, for all layers, in ``arrays``
+    [A, R, S, H, D].
 
-    They are made for all layers at once, and again only where others are asked for: layer by layer
-    they would be a tenth of what PyTorch is asked for at batch 1. ``halves`` are each layer's keys
-    and values: the array, and the number in it.
+    They are made for all layers at once, and remade only when the slots change: layer by layer they
+    would be a tenth of all PyTorch calls at batch 1. ``halves`` locate each layer's keys and
+    values: the array, and the index in it.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class LayerSize:
 
 
 def alike(layers: int, heads: int, head_dim: int) -> tuple[LayerSize, ...]:
-    """The sizes of ``layers`` that store the same."""
+    """The sizes of ``layers`` equal layers."""
     return (LayerSize(heads, head_dim, head_dim),) * layers
 
 
@@ -163,8 +164,8 @@ class CacheSize:
 
 
 class TreeBias(NamedTuple):
-    """The additive mask ``whole`` [R, 1, N, S] of a tree with the ancestors ``of``, and a view of
-    its part before the scratch region.
+    """The additive mask ``whole`` [R, 1, N, S] of the tree whose ancestors are ``of``, and a view
+    of the columns before the scratch region.
     """
 
     of: Tensor
@@ -220,7 +221,7 @@ class Cache:
                 for half in dict.fromkeys(halves)
             }
             self.arrays = list(made.values())
-            self.memory = self.arrays  # of all rows there is room for
+            self.memory = self.arrays  # for all rows that there is room for
             numbers = [halves[:i].count(half) for i, half in enumerate(halves)]
             where = [list(made).index(half) for half in halves]
             each = list(zip(where, numbers, strict=True))
@@ -238,7 +239,7 @@ class Cache:
         self._columns = torch.arange(size.capacity, device=device)
         self._open = torch.tensor(0.0, dtype=dtype, device=device)
         self._closed = torch.tensor(float("-inf"), dtype=dtype, device=device)
-        self._bias: TreeBias | None = None  # of the last tree
+        self._bias: TreeBias | None = None  # the last tree's
         self._biases = TreeBiases()
 
     @classmethod
@@ -249,7 +250,7 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> Cache:
-        """An empty cache: ``kept`` in its own memory, if it is such a one, or a new one."""
+        """An empty cache: ``kept``, emptied, if these are its facts, else a new one."""
         wanted = size, dtype, torch.device(device)
         if kept is None or (kept.size, kept.dtype, kept.device) != wanted:
             return cls(size, dtype, device)
@@ -270,7 +271,7 @@ class Cache:
             layer.first, layer.stop = first, stop
 
     def aim_at_tree(self, nodes: int) -> None:
-        """The next forward writes a tree of so many ``nodes``, and attends all slots up to them."""
+        """The next forward writes a tree of ``nodes`` nodes, and attends all slots up to it."""
         if self._follows:
             longest = int(self.lengths.max())
             front = min(-(-longest // NEAR) * NEAR, self.size.capacity)
@@ -279,17 +280,17 @@ class Cache:
         self.aim(self.front, self.front + self._reach(nodes))
 
     def _reach(self, nodes: int) -> int:
-        """Slots of the scratch region that are attended by a tree of so many ``nodes``."""
+        """Slots of the scratch region that a tree of ``nodes`` nodes attends."""
         return nodes if self._follows else self.size.scratch
 
     @property
     def _follows(self) -> bool:
-        """Whether what is attended depends on the rows' lengths: not within batch invariance."""
+        """Whether attended slots depend on the rows' lengths: not within batch invariance."""
         return self.near and not any_invariant()
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask | RaggedMask:
-        """What a tree in the scratch region attends: a dense bias, in groups of rows if their
-        lengths differ much, or words for Triton.
+        """The attention mask of a tree in the scratch region: a dense bias, in groups of rows if
+        their lengths differ much, or words for Triton.
         """
         if backend(self.lengths.device) == "torch":
             bias = self.tree_bias(shape.ancestors)
@@ -343,7 +344,7 @@ class Cache:
         self.lengths += kept
 
     def join(self) -> None:
-        """One more row, empty. Without guidance."""
+        """Add an empty row at the end; not under guidance."""
         rows = self.size.batch + 1
         if rows > self.memory[0].shape[1]:
             self.widen(rows=2 * rows)
@@ -351,7 +352,7 @@ class Cache:
         self._show(rows)
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes; its memory is kept for later ones."""
+        """Remove ``row``; the last row takes its place. Later rows reuse the memory."""
         last = self.size.batch - 1
         if row != last:
             slots = int(self.lengths[last])
@@ -361,7 +362,7 @@ class Cache:
         self._show(last)
 
     def clear(self, row: int) -> None:
-        """Leave nothing in the slots of ``row``: even masked ones must be finite."""
+        """Zero the slots of ``row``: even masked slots must be finite."""
         for array in self.arrays:
             array[:, row] = 0
 
@@ -376,7 +377,7 @@ class Cache:
             self._show(count)
 
     def _move(self, other: Cache) -> None:
-        """Into the memory of ``other``, an empty cache with more room."""
+        """Move the tokens into the memory of ``other``, an empty, larger cache, and use that."""
         slots = int(self.lengths.max()) if len(self.lengths) else 0
         for new, array in zip(other.arrays, self.arrays, strict=True):
             new[:, : self.size.rows, :slots] = array[:, :, :slots]
@@ -385,7 +386,7 @@ class Cache:
         self._columns = other._columns
 
     def _show(self, rows: int) -> None:
-        """The first ``rows`` of the memory are the batch."""
+        """Make the first ``rows`` rows of the memory the batch."""
         self.size = dataclasses.replace(self.size, batch=rows)
         self.arrays = [array[:, :rows] for array in self.memory]
         views = Views(self.arrays, self.pairs)

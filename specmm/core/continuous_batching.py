@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specmm.core.drafter import BatchingDrafter, Feedback
-from specmm.core.randomness import Uniforms
+from specmm.core.randomness import Streams
 from specmm.core.stats import Clock
 from specmm.core.target import BatchingTarget, TargetOutput
 
@@ -46,7 +46,7 @@ class Queue:
 
     @property
     def left(self) -> int:
-        """How many samples have no row yet."""
+        """The number of samples that have no row yet."""
         return len(self.generators) - self.next
 
     def collect(self, row: int, tokens: Tensor, kept: Tensor) -> None:
@@ -60,7 +60,7 @@ class Queue:
         row: int,
         target: BatchingTarget,
         drafter: BatchingDrafter,
-        uniforms: Uniforms,
+        uniforms: Streams,
         clock: Clock,
     ) -> tuple[TargetOutput, Tensor]:
         """Start the next sample in ``row``: its prefill's output, and a uniform [1] for a token."""

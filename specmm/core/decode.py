@@ -23,7 +23,7 @@ from specmm.core.continuous_batching import Queue, begin_anew
 from specmm.core.drafter import Drafter, Feedback, NoDrafts, check_rule, committed
 from specmm.core.late import Late
 from specmm.core.processors import check_finite, not_finite
-from specmm.core.randomness import Uniforms, UniformSource, categorical
+from specmm.core.randomness import RowNumbers, Streams, Uniforms, UniformSource, categorical
 from specmm.core.state import with_one, without
 from specmm.core.stats import Clock, Stats
 from specmm.core.target import Target, TargetOutput
@@ -87,16 +87,16 @@ class Progress:
     """The state after a round: the first ``counts`` [B] of each row of ``tokens`` are committed.
 
     ``tokens`` is [B, T or more]. A row ends at its number of ``limits`` [B], which ``stop`` may
-    lower. These are written in place. The first ``gained[0]`` [B] of the last round's tokens were
-    committed, of ``gained[1]`` [B] that the rule kept. ``name`` is the target's. ``ahead``: the
-    host launches the next round before it has read what the last one gave.
+    lower. All are written in place. Of the last round's tokens the rule kept ``gained[1]`` [B], of
+    which the first ``gained[0]`` [B] were committed. ``name`` is the target's. ``ahead``: the host
+    launches the next round before it has read the last one's results.
     """
 
     tokens: Tensor
     counts: Tensor
     limits: Tensor
     stats: Stats
-    excess: Tensor  # of a relaxed rule, summed over rounds and rows
+    excess: Tensor  # a relaxed rule's, summed over rounds and rows
     measured: Tensor  # tokens that it is of
     stop: Stop | None = None
     length: int = 0  # T
@@ -107,7 +107,7 @@ class Progress:
     # of the last round and the one before: the least and most tokens that a row lacks, and checks
     read: tuple[Late | None, Late | None] = (None, None)
     since_start: int = 0  # rounds since a sample last began in a row
-    trees: GivenTrees = field(default_factory=GivenTrees)  # of a rule that others call exact
+    trees: GivenTrees = field(default_factory=GivenTrees)  # of third-party exact rules
     state: ClassVar[tuple[str, ...]] = ("tokens", "counts", "limits", "stop")
 
     def restart(self, row: int, token: Tensor) -> None:
@@ -122,17 +122,17 @@ class Progress:
             self._end(*self.stop(self.tokens, before, self.counts))
 
     def widen(self, tokens: int) -> None:
-        """Rows have room for so many ``tokens``."""
+        """Make room for ``tokens`` tokens in every row."""
         if tokens > self.tokens.shape[1]:
             self.tokens = F.pad(self.tokens, (0, room(tokens) - self.tokens.shape[1]))
 
     def join(self) -> None:
-        """One more row, which is then restarted."""
+        """Add a row at the end, which is then restarted."""
         for name in ("tokens", "counts", "limits"):
             setattr(self, name, with_one(getattr(self, name)))
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         for name in ("tokens", "counts", "limits"):
             setattr(self, name, without(getattr(self, name), row))
 
@@ -171,8 +171,9 @@ class Progress:
     def unfinished(self, sure: bool = False, most: int = 1) -> bool:
         """Whether a row lacks tokens. Without a stop, nothing is read if the caller is ``sure``.
 
-        When ``ahead``, what the round before left says so, if it was more than the ``most`` tokens
-        of a round; where a stop may end rows at any time, one round too many is played.
+        When ``ahead``, this is read from the round before, if more than the ``most`` tokens of a
+        round were missing then; where a stop may end rows at any time, one round too many is
+        played.
         """
         if self.ahead and self.since_start > 1:
             latest, before = self.read
@@ -200,7 +201,7 @@ class Progress:
             self._check(self.rounds - 1, latest.read()[2:])
 
     def end(self) -> None:
-        """Raise ``ValueError`` for what the last round had that is not finite."""
+        """Raise ``ValueError`` if a number of the last round was not finite."""
         if self.read[0] is not None:
             self._check(self.rounds, self.read[0].read()[2:])
 
@@ -226,7 +227,7 @@ class Progress:
 
 
 class DecodedRound(NamedTuple):
-    """What watchers are told of a round: the ``tree`` drafted, the target's distributions ``probs``
+    """Event for watchers after a round: the ``tree`` drafted, the target's distributions ``probs``
     [B, N, V] after its nodes, the ``rule`` and its ``result``.
     """
 
@@ -238,7 +239,7 @@ class DecodedRound(NamedTuple):
 
 Parts: TypeAlias = tuple[Any, Any, Rule]
 """Target, drafter, rule."""
-Play: TypeAlias = Callable[[Parts, Feedback, Progress, Uniforms, Clock], Feedback]
+Play: TypeAlias = Callable[[Parts, Feedback, Progress, Streams, Clock], Feedback]
 """Plays a round as :func:`one_round` does."""
 
 
@@ -250,7 +251,7 @@ def without_drafts() -> tuple[Drafter, Rule]:
 def decide(
     rule: Rule, tree: DraftTree, p: Tensor, uniforms: UniformSource, *, measure: bool = False
 ) -> VerifyResult:
-    """What ``rule`` keeps of ``tree`` under the target's distributions ``p`` [B, N, V].
+    """The decision of ``rule`` about ``tree`` under the target's distributions ``p`` [B, N, V].
 
     On a GPU, rules that ``specmm.kernels.acceptance`` knows are one kernel, unless the excess is to
     be measured.
@@ -277,7 +278,8 @@ def one_round(
 def verified_round(
     parts: Parts, feedback: Feedback, progress: Progress, uniforms: UniformSource, clock: Clock
 ) -> Feedback:
-    """Draft after ``feedback``, score, take what the rule accepts; returns the next feedback.
+    """Draft after ``feedback``, score, and commit the tokens that the rule accepts; returns the
+    next feedback.
 
     It decides nothing on the host. A relaxed rule's excess is measured in every one.
     """
@@ -320,15 +322,20 @@ def decode(
     check_rule(drafter, rule)
     start = time.perf_counter()
     clock = Clock(sync)
+    numbers: Streams = uniforms
+    if isinstance(rule, Matching):
+        numbers = RowNumbers.of(uniforms, length + drafter.max_depth + 1)
     with attention_of_any_length():
         with clock("verify"):
             output = target.prefill(prompt, drafter.max_nodes)
         check_output(output, target.name)
-        token = first_token(rule, output.probs[:, -1:], uniforms.draw(1)[:, 0])
+        token = first_token(rule, output.probs[:, -1:], numbers.draw(1)[:, 0])
         feedback = Feedback(output, token)
         drafter.begin(feedback, clock)
     progress = begun(token, length, drafter.max_depth + 1, stop)
     progress.name = target.name
+    if isinstance(numbers, RowNumbers):
+        numbers.counts = progress.counts
     histogram = token.new_zeros(len(token), drafter.max_depth + 2)
     depths: list[int] = []
     parts = (target, drafter, rule)
@@ -337,7 +344,7 @@ def decode(
     progress.ahead = getattr(play, "ahead", False)
     while progress.unfinished(len(depths) * most < length - 1, most) or (queue and queue.left):
         with attention_of_any_length():
-            feedback = play(parts, feedback, progress, uniforms, clock)
+            feedback = play(parts, feedback, progress, numbers, clock)
         tree, result = feedback.drafted
         if unproved:
             progress.trees.add(tree)
@@ -351,7 +358,7 @@ def decode(
         depths.append(tree.levels)
         look_again()
         if queue is not None and progress.may_have_ended:
-            _fill_rows(queue, progress, histogram, feedback, parts, uniforms, clock)
+            _fill_rows(queue, progress, histogram, feedback, parts, numbers, clock)
         yield progress
     with clock("verify"):
         progress.end()
@@ -403,7 +410,7 @@ def _fill_rows(
     histogram: Tensor,
     feedback: Feedback,
     parts: Parts,
-    uniforms: Uniforms,
+    uniforms: Streams,
     clock: Clock,
 ) -> None:
     """Let samples of the ``queue`` take over the rows that are finished."""

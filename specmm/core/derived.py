@@ -5,8 +5,8 @@ optimizers move a tensor's version; writes to ``weight.data``, as PEFT merges a 
 made in inference mode do not. So beside place and version the numbers themselves are summed, once a
 call, which reads memory at half the speed of a copy: :class:`Derived`.
 
-What a model does beside its weights may change, too: a hook, another ``forward``, another module, a
-number. Facts that were found out by running it are those of one form of it: :func:`fact`.
+A model's behaviour may also change without its weights: by a hook, another ``forward``, another
+module, a number. Facts found by running a model hold for one such form of it: :func:`fact`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 T = TypeVar("T")
 
 WORD = 8  # bytes of the numbers that are summed
 NUMBERS = (bool, int, float, str)
-PARTS = vars(nn.Module()).keys()  # what PyTorch keeps of a network
+PARTS = vars(nn.Module()).keys()  # PyTorch's own attributes of a module
 
 
 class _Call(local):
@@ -41,8 +42,8 @@ _call = _Call()
 
 @contextmanager
 def one_call(token: object = None) -> Iterator[None]:
-    """Within the block networks stay what they are: each is looked at once. A block within another
-    is part of it. Blocks with the same ``token`` are parts of one call.
+    """Within the block networks are assumed not to change: each is checked once. A nested block
+    belongs to the outer one; blocks with the same ``token`` are parts of one call.
     """
     if _call.token is not None:
         yield
@@ -60,9 +61,9 @@ def in_a_call() -> bool:
 
 
 class Derived(Generic[T]):
-    """What is computed from tensors, computed again once they hold other numbers.
+    """A value computed from tensors, and computed again when they hold other numbers.
 
-    A plain tensor stays in its memory, where programs and graphs read it.
+    A value that is a tensor is updated in place, because programs and graphs read that memory.
     """
 
     def __init__(self) -> None:
@@ -73,7 +74,7 @@ class Derived(Generic[T]):
         self._call: object | None = None
 
     def of(self, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
-        """What ``make`` gives for these ``tensors``: now, or when they were the same."""
+        """The result of ``make`` for these ``tensors``, reused until they change."""
         states = tuple(map(_state, tensors))
         if states == self._states and self._call is _call.token is not None:  # looked at already
             return self._found  # type: ignore[return-value]
@@ -88,7 +89,7 @@ class Derived(Generic[T]):
 
 
 def _in_place(before: T | None, made: T) -> T:
-    """What was ``made``, in the memory of what there was ``before`` if that takes it."""
+    """``made``, copied into the memory of the value ``before`` where that fits."""
     if type(before) is not Tensor or before.is_inference() or before.is_mkldnn:
         return made
     assert isinstance(made, Tensor)
@@ -97,14 +98,15 @@ def _in_place(before: T | None, made: T) -> T:
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
-    """Where ``tensor`` lies, and how often PyTorch counted a write to it."""
+    """The address of ``tensor`` and PyTorch's count of writes to it."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 class _Seen:
-    """What ``tensor`` held: the sum of each row, and the first row, which tells of the order.
+    """A checksum of ``tensor``: the sum of each row, and the first row, which shows a changed
+    order.
 
-    As long as it stays in its place it is read by views of its memory.
+    While the tensor stays in place, it is read through views of its memory.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -113,7 +115,7 @@ class _Seen:
         self.sums, self.first = _summed(self.rows), self.rows[0].clone()
 
     def same(self) -> bool:
-        """Whether it holds the same."""
+        """Whether the tensor still has this checksum."""
         rows = _rows(self.tensor)[0] if self.copied else self.rows
         return torch.equal(_summed(rows), self.sums) and torch.equal(rows[0], self.first)
 
@@ -136,9 +138,9 @@ def _rows(tensor: Tensor) -> tuple[Tensor, bool]:
 
 
 def digest(network: nn.Module) -> str:
-    """Sixteen hexadecimal digits of all weights and buffers of a ``network``: of the sums of the
-    rows and columns of their bytes, which tell apart what
-    :func:`specmm.loading.checkpoints.fingerprint` takes for the same.
+    """Sixteen hexadecimal digits of all weights and buffers of a ``network``: from the sums of the
+    rows and columns of their bytes, which distinguish networks that
+    :func:`specmm.loading.checkpoints.fingerprint` does not.
     """
     found = hashlib.sha256()
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
@@ -152,7 +154,7 @@ def digest(network: nn.Module) -> str:
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that one of a quantised kind holds, or itself."""
+    """The plain tensors inside a quantised ``tensor``, or the tensor itself."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor.detach()
         return
@@ -199,7 +201,7 @@ def version(*networks: nn.Module) -> tuple[Any, ...]:
 
 
 def placed(*networks: nn.Module) -> tuple[Any, ...]:
-    """As :func:`version`, for graphs, which find weights only where they were."""
+    """As :func:`version`, with the weights' addresses, which graphs cannot follow."""
     return *version(*networks), tuple(x.data_ptr() for x in _weights(networks))
 
 
@@ -218,6 +220,8 @@ def form_of(network: nn.Module) -> list[Any]:
     found: list[Any] = [] if first is None else [first.dtype, first.device]
     for config in _configs(network):
         found += [x for x in vars(config).items() if type(x[1]) in NUMBERS]
+    for hooks in (_global_forward_hooks, _global_forward_pre_hooks):  # of all modules there are
+        found += hooks.keys()
     classes, seen = set(), set()
     left = [network]
     while left:  # faster than network.modules()
@@ -250,13 +254,13 @@ def _configs(network: nn.Module) -> list[Any]:
 
 
 def of_ours(hook: Any) -> bool:
-    """Whether a ``hook`` is one of this package's, which come and go with a call."""
+    """Whether a ``hook`` belongs to this package, whose hooks are set for a call only."""
     hook = hook.func if isinstance(hook, partial) else hook
     return str(getattr(hook, "__module__", "")).startswith("specmm.")
 
 
 def plain(value: Any) -> bool:
-    """Whether ``value`` is a number or text, or holds some and nothing else."""
+    """Whether ``value`` is a number or text, or a container of such values only."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple | set):

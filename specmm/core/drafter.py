@@ -1,4 +1,4 @@
-"""What the loop needs of a drafter: it sees what the last round gave and proposes a tree.
+"""The loop's interface to a drafter: it sees the last round's results and proposes a tree.
 
 Shape letters: B batch, R rows (all guidance branches), N nodes, D deepest level, C width, V
 vocabulary.
@@ -27,13 +27,13 @@ from specmm.verify.rule import Rule, VerifyResult
 
 @dataclass
 class Feedback:
-    """What a round gave, rejected drafts included.
+    """The results of a round, rejected drafts included.
 
     ``output`` is the target's, ``token`` [B] the new root. After the first round there are also the
     ``tree`` that was scored, its ``result``, and the ``tokens`` [B, D + 1] that were committed (of
-    which only the first ``result.kept`` count). Rows marked ``fresh`` [B] have just started.
-    The rule ``accepted`` [B] nodes, of which a row that ends commits fewer. ``checks`` are finite
-    where the target's logits are (the first two) and the drafter's distributions (the last).
+    which only the first ``result.kept`` count). Rows marked ``fresh`` [B] have just started. The
+    rule ``accepted`` [B] nodes; a row that ends commits fewer. ``checks`` [3] are finite if the
+    target's logits (the first two) and the drafter's distributions (the last) are.
     """
 
     output: TargetOutput
@@ -52,7 +52,7 @@ class Feedback:
         return self.tree, self.result
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the next round may read of a round, by name; a shape that lasts is no part of it."""
+        """The tensors that the next round may read, by name, without fixed tree shapes."""
         tree, result = self.drafted
         found = {
             "probs": self.output.probs,
@@ -73,7 +73,7 @@ class Feedback:
         return {name: value for name, value in found.items() if value is not None}
 
     def held(self, by: Mapping[str, Tensor]) -> Feedback:
-        """The same feedback in other memory: the tensors that ``by`` has by name."""
+        """The same feedback with the tensors ``by`` name in place of its own."""
         tree = self.drafted[0]
         shape = tree.shape
         if not shape.fixed:  # another object, since one keeps what is computed of it
@@ -90,11 +90,11 @@ class Feedback:
         )
 
     def joined(self) -> Feedback:
-        """With one more row, which must begin anew."""
+        """This feedback with one more row, which must begin anew."""
         return self._each_row(with_one)
 
     def left(self, row: int) -> Feedback:
-        """Without ``row``, whose place the last one takes."""
+        """This feedback without ``row``; the last row takes its place."""
         return self._each_row(lambda x: without(x, row))
 
     def _each_row(self, change: Callable[[Tensor], Tensor]) -> Feedback:
@@ -103,7 +103,7 @@ class Feedback:
         return self.held({k: x if k in shared else change(x) for k, x in found.items()})
 
     def continued(self, there: Tensor) -> Tensor:
-        """``there`` [B, n] bool of rows that go on, and nothing of those that have just started."""
+        """``there`` [B, n] bool with False for rows that have just started."""
         return there if self.fresh is None else there & ~self.fresh[:, None]
 
     def kept_hidden(self) -> Tensor:
@@ -125,7 +125,7 @@ def committed(tree: DraftTree, result: VerifyResult) -> Tensor:
 
 @dataclass(frozen=True)
 class DrafterVocabulary:
-    """A drafter's v of a target's V = ``size`` tokens: ``ids`` [v], None where it has all."""
+    """A drafter's v tokens among the target's V = ``size``: ``ids`` [v], None if it has all."""
 
     size: int
     ids: Tensor | None = None
@@ -147,7 +147,7 @@ class DrafterVocabulary:
         return drafts if self.ids is None else self.ids[drafts]
 
     def spread(self, probs: Tensor) -> Tensor:
-        """Distributions [..., V] over the target's tokens of ``probs`` [..., v]."""
+        """Distributions ``probs`` [..., v] as distributions [..., V] over the target's tokens."""
         if self.ids is None:
             return probs
         return probs.new_zeros(*probs.shape[:-1], self.size).index_copy_(-1, self.ids, probs)
@@ -156,8 +156,8 @@ class DrafterVocabulary:
 class Drafter(Protocol):
     """Proposes trees of at most ``max_nodes`` nodes and ``max_depth`` levels of drafts.
 
-    It keeps its own state of the batch, which ``begin`` resets. One whose drafts depend on those of
-    an earlier round at the same places must have ``coupled`` true: see :func:`check_rule`.
+    It keeps its own state of the batch, which ``begin`` resets. A drafter whose drafts depend on an
+    earlier round's drafts at the same places must have ``coupled`` true: see :func:`check_rule`.
     """
 
     max_nodes: int
@@ -238,11 +238,11 @@ class DeferredDrafter:
         self.max_depth = inner.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Remember what ``inner`` is to begin with."""
+        """Remember the feedback with which ``inner`` will begin."""
         self._start: tuple[Feedback, Clock] | None = (feedback, clock)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The root alone at first, then what ``inner`` proposes."""
+        """The root alone in the first round, then the trees of ``inner``."""
         if feedback.result is None:
             return DraftTree(feedback.token[:, None], TreeShape.chain(0, feedback.token.device))
         if self._start is not None:

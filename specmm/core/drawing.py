@@ -1,4 +1,4 @@
-"""What drafters and methods need of a target that draws pictures token by token.
+"""The interface of targets that draw pictures token by token, for drafters and methods.
 
 Shape letters: B batch, G guidance branches, R = G·B rows, N tokens, T tokens of a picture, C width,
 F layers read, V vocabulary.
@@ -54,7 +54,7 @@ class DrawingTarget(Target, Protocol):
 
     @property
     def allowed(self) -> AllowedTokens | None:
-        """Which tokens may come where; None: all everywhere."""
+        """The tokens allowed at each place; None: all tokens everywhere."""
 
     @property
     def vocabulary(self) -> int:
@@ -66,16 +66,16 @@ class DrawingTarget(Target, Protocol):
 
     @property
     def undrawable(self) -> int | None:
-        """A token that may come nowhere; None where there is none."""
+        """A token that is allowed nowhere; None if there is none."""
 
     def read_layers(self, layers: Sequence[int]) -> None:
-        """From now on outputs hold what ``layers`` read after the last states [R, N, C·(1 + F)].
+        """Append the inputs of ``layers`` to the hidden states of later outputs: [R, N, C·(1 + F)].
 
-        Raises ``ValueError`` for layers that there are not.
+        Raises ``ValueError`` for layers that the model does not have.
         """
 
     def with_processor(self, processor: Processor) -> DrawingTarget:
-        """The same model under another processor."""
+        """A target of the same model with another processor."""
 
     def any_prompt(self, batch: int) -> Any:
         """Prompts for ``batch`` pictures to measure on."""

@@ -47,7 +47,7 @@ class Level:
         """The levels of a shared ``shape`` from depth 1 on."""
         levels: list[Level] = []
         first = 0
-        above = shape.parents[0, :1]  # of the root: -1
+        above = shape.parents[0, :1]  # the root's: -1
         for depth in range(1, shape.depth + 1):
             nodes = (shape.depths[0] == depth).nonzero()[:, 0]
             parents, index = shape.parents[0, nodes].unique(return_inverse=True)
@@ -61,7 +61,7 @@ class Level:
 
 
 class FeatureHead(Protocol):
-    """What a drafter provides for growing its trees."""
+    """A drafter's network, as the growing of trees needs it."""
 
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int

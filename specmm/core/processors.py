@@ -1,7 +1,7 @@
 """From raw logits to the distribution that is sampled: guidance, penalties, temperature, filters.
 
 A distribution has the shape of its logits, is float32 (float64 for float64 logits) and sums to 1.
-Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. What a repetition penalty needs to know is
+Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. A repetition penalty needs the
 :class:`History`: a node of a draft tree has seen its row's committed tokens, its ancestors and
 itself.
 
@@ -15,15 +15,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.sorting import descending, kth_largest, likeliest
 from specmm.core.state import with_one, without
 from specmm.core.tree import DraftTree
 from specmm.extending.kinds import check_at_least, check_numbers, check_whole
-from specmm.kernels import top_k
 
 
 class History:
@@ -50,12 +49,12 @@ class History:
         return found
 
     def join(self) -> None:
-        """One more row, empty."""
+        """Add an empty row at the end."""
         for name in self.state:
             setattr(self, name, with_one(getattr(self, name)))
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         for name in self.state:
             setattr(self, name, without(getattr(self, name), row))
 
@@ -173,11 +172,11 @@ class Processor:
         if seen is not None and self.stateful:
             logits = penalise(logits.to(kind), seen, self.repetition_penalty)
         probs = torch.zeros_like(logits, dtype=kind) if out is None else out.zero_()
-        return probs.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return probs.scatter_(-1, likeliest(logits)[..., None], 1.0)
 
     def scores(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """What the distributions of :meth:`__call__` are the softmax of, if ``temperature`` is
-        above 0: [..., V], negative infinity where a token is excluded.
+        """Scores [..., V] whose softmax :meth:`__call__` returns if ``temperature`` is above 0;
+        -inf where a token is excluded.
         """
         self.check_vocabulary(logits.shape[-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -213,26 +212,6 @@ class Processor:
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive logits of ``seen`` tokens by ``penalty`` and multiply negative ones."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def by_numpy(x: Tensor) -> bool:
-    """Whether numpy, faster on a CPU, sorts ``x``: it is no operator that programs know."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def kth_largest(x: Tensor, k: int) -> Tensor:
-    """The ``k``-th largest of ``x`` [..., V], [..., 1]; on a CPU numpy is ten times faster."""
-    if not by_numpy(x):
-        return top_k.kth_largest(x, k) if top_k.serves(x) else x.topk(k, dim=-1).values[..., -1:]
-    place = x.shape[-1] - k
-    return torch.from_numpy(np.partition(x.numpy(), place, axis=-1)[..., place : place + 1])
-
-
-def descending(x: Tensor) -> Tensor:
-    """``x`` [..., V], largest first; numpy sorts far faster on a CPU."""
-    if not by_numpy(x):
-        return x.sort(dim=-1, descending=True).values
-    return torch.from_numpy(np.sort(x.numpy(), axis=-1)).flip(-1)
 
 
 def extremes(logits: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specmm.core.state import without
 from specmm.extending.kinds import shown
 
 BLOCK = 4096  # numbers drawn from a generator at a time
@@ -30,6 +31,16 @@ class UniformSource(Protocol):
 
     def draw(self, count: int) -> Tensor:
         """The next ``count`` numbers of every row, [B, count]."""
+
+
+class Streams(UniformSource, Protocol):
+    """A stream of uniforms for each row, which may be replaced."""
+
+    def ahead(self, count: int) -> Tensor:
+        """The numbers [B, count] that are drawn next."""
+
+    def start_row(self, row: int, generator: torch.Generator) -> Tensor:
+        """From now on ``row`` draws from ``generator``; returns its first number [1]."""
 
 
 class PredrawnUniforms:
@@ -90,13 +101,11 @@ class Uniforms:
         return taken
 
     def ahead(self, count: int) -> Tensor:
-        """The numbers [B, count] that are drawn next."""
         found = self.draw(count)
         self._used -= count
         return found
 
     def start_row(self, row: int, generator: torch.Generator) -> Tensor:
-        """From now on ``row`` draws from ``generator``; returns its first number [1]."""
         self.generators[row] = generator
         self._rest[row] = self._rest[row][:0]
         first = self._next(row, 1)
@@ -119,6 +128,49 @@ class Uniforms:
             rest = torch.cat([rest, *fresh])
         self._rest[row] = rest[count:]
         return rest[:count]
+
+
+class RowNumbers:
+    """A uniform for each token that a row may have, by its place in the row: number i of the row's
+    generator is for its token i, whatever was drafted.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = torch.empty(0, 0)  # [B, T]
+        self.counts = torch.empty(0, dtype=torch.int64)  # [B], tokens that rows have
+
+    @classmethod
+    def of(cls, uniforms: Uniforms, count: int) -> RowNumbers:
+        """The next ``count`` numbers of each row of ``uniforms``, whose rows have no tokens yet."""
+        made = cls()
+        made.numbers = uniforms.draw(count).clone()
+        made.counts = torch.zeros(len(made.numbers), dtype=torch.int64, device=uniforms.device)
+        return made
+
+    def join(self, generator: torch.Generator, count: int) -> Tensor:
+        """Add a row at the end, with at most ``count`` numbers; returns its first number [1]."""
+        own = Uniforms([generator]).draw(count)
+        rows, width = self.numbers.shape
+        numbers = own.new_zeros(rows + 1, max(width, count))
+        numbers[:rows, :width] = self.numbers
+        numbers[rows, :count] = own[0]
+        self.numbers = numbers
+        return own[0, :1]
+
+    def leave(self, row: int) -> None:
+        """Remove ``row``; the last row takes its place."""
+        self.numbers = without(self.numbers, row)
+
+    def start_row(self, row: int, generator: torch.Generator) -> Tensor:
+        self.numbers[row] = Uniforms([generator]).draw(self.numbers.shape[1])[0]
+        return self.numbers[row, :1]
+
+    def draw(self, count: int) -> Tensor:
+        """The numbers [B, count] for each row's next tokens; those of ended rows are arbitrary."""
+        places = self.counts[:, None] + torch.arange(count, device=self.counts.device)
+        return self.numbers.gather(1, places.clamp(max=self.numbers.shape[1] - 1))
+
+    ahead = draw
 
 
 def categorical(probs: Tensor, uniform: Tensor) -> Tensor:

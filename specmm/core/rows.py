@@ -1,10 +1,10 @@
-"""A batch whose rows join and leave between rounds: what engines play.
+"""A batch whose rows join and leave between rounds, for serving engines.
 
-Each row has its own limit, stop and generator. A row that leaves gives its place to the last one,
-so that the rows of a batch are always those that are answered. As in continuous batching, a row
-that joins is prefilled by itself, and the last feedback is rewritten for it as if the batch had
-just begun there. Token i of a row is drawn by the number i of its generator
-(:class:`specmm.verify.matching.Matching`): it does not depend on what else is there or drafted.
+Each row has its own limit, stop and generator. When a row leaves, the last row takes its place, so
+that a batch has no idle rows. As in continuous batching, a row that joins is prefilled by itself,
+and the last feedback is rewritten for it as if the batch had just begun there. Token i of a row is
+drawn by the number i of its generator (:class:`specmm.verify.matching.Matching`): it does not
+depend on the other rows or on drafts.
 
 Shape letters: B rows, D deepest level, V vocabulary.
 """
@@ -20,8 +20,7 @@ from torch import Tensor
 from specmm.core.continuous_batching import begin_anew
 from specmm.core.decode import Progress, Stop, begun, first_token, one_round
 from specmm.core.drafter import BatchingDrafter, Drafter, Feedback, committed
-from specmm.core.randomness import Uniforms
-from specmm.core.state import without
+from specmm.core.randomness import RowNumbers
 from specmm.core.stats import Clock
 from specmm.core.target import Target, TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
@@ -35,41 +34,14 @@ class Joining(Protocol):
     """A target, drafter or stop whose rows join and leave."""
 
     def join(self) -> None:
-        """One more row, the last, which is then started."""
+        """Add a row at the end, which is then started."""
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
 
 
 class RowStop(Stop, Joining, Protocol):
-    """A stop that knows what ends each row."""
-
-
-class RowNumbers:
-    """A uniform for each token that a row may have, by its place in the row."""
-
-    def __init__(self) -> None:
-        self.numbers = torch.empty(0, 0)  # [B, T]
-        self.counts = torch.empty(0, dtype=torch.int64)  # [B], tokens that rows have
-
-    def join(self, generator: torch.Generator, count: int) -> Tensor:
-        """One more row, of at most ``count`` numbers; its first one [1]."""
-        own = Uniforms([generator]).draw(count)
-        rows, width = self.numbers.shape
-        numbers = own.new_zeros(rows + 1, max(width, count))
-        numbers[:rows, :width] = self.numbers
-        numbers[rows, :count] = own[0]
-        self.numbers = numbers
-        return own[0, :1]
-
-    def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
-        self.numbers = without(self.numbers, row)
-
-    def draw(self, count: int) -> Tensor:
-        """The numbers [B, count] of the tokens that come next; a row that has ended draws any."""
-        places = self.counts[:, None] + torch.arange(count, device=self.counts.device)
-        return self.numbers.gather(1, places.clamp(max=self.numbers.shape[1] - 1))
+    """A stop with conditions of its own for each row."""
 
 
 class Rows:
@@ -90,9 +62,10 @@ class Rows:
     def join(
         self, generator: torch.Generator, begin: Callable[[int], TargetOutput], limit: int
     ) -> int:
-        """One more row of at most ``limit`` tokens, which draws from ``generator``; its number.
+        """Add a row of at most ``limit`` tokens, which draws from ``generator``; returns the row's
+        number.
 
-        ``begin(row)`` puts a prompt there that has been read, and gives the last output of that,
+        ``begin(row)`` puts a prompt that was already read into the row and returns its last output,
         which is finite.
         """
         target, drafter, rule = self.parts
@@ -121,7 +94,7 @@ class Rows:
         return row
 
     def leave(self, row: int) -> None:
-        """``row`` is not answered any more; the last row has its number from now on."""
+        """Remove ``row``; the last row takes its number."""
         for member in self.members:
             member.leave(row)
         self.count -= 1
@@ -131,7 +104,7 @@ class Rows:
             self.feedback = self.feedback.left(row)
 
     def round(self) -> Sequence[int]:
-        """Play one; how many tokens each row gained. :meth:`check` says whether all is well."""
+        """Play one round; returns how many tokens each row gained. Call :meth:`check` next."""
         before = self.progress.counts.tolist()
         self.uniforms.counts = self.progress.counts
         with attention_of_any_length():

@@ -1,11 +1,11 @@
-"""What a run's rounds read and change, declared by whoever holds it.
+"""The state that a run's rounds read and change, declared by the classes that hold it.
 
-A class that takes part in rounds (a target, a drafter, what they are made of, a run's progress)
-names in ``state`` the attributes with its tensors: tensors, lists or dicts of them, or objects with
-state of their own. A round writes to these in place, and makes whatever else it needs anew. So a
-CUDA graph of a round knows its memory (:mod:`specmm.programs.graphs`), and a new run's tensors can
-be copied into it. Other tensors have views of those that are named in ``fixed``, too, which must
-therefore stay where they are.
+A class that takes part in rounds (a target, a drafter, their parts, a run's progress) lists in
+``state`` the attributes that hold tensors: tensors, lists or dicts of them, or objects with state
+of their own. A round writes to these in place, and allocates everything else anew. So a CUDA graph
+of a round knows its memory (:mod:`specmm.programs.graphs`), and a new run's tensors can be copied
+into it. Tensors in attributes listed in ``fixed`` must stay where they are, because other tensors
+are views of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Slot(NamedTuple):
 
 
 def slots_of(owner: object, name: str) -> list[Slot]:
-    """All that ``owner``, called ``name``, declares, in order; what two objects share is there
-    once.
-    """
+    """All tensors that ``owner``, called ``name``, declares, in order; shared ones once."""
     return list(_slots(owner, name, set()))
 
 
@@ -50,7 +48,7 @@ def _slots(owner: object, name: str, seen: set[int]) -> Iterator[Slot]:
 def _found(
     holder: Any, key: Any, held: object, name: str, seen: set[int], fixed: bool
 ) -> Iterator[Slot]:
-    """What lies at ``holder[key]``."""
+    """The slots of the value ``held`` at ``holder[key]``."""
     if isinstance(held, Tensor):
         yield Slot(name, holder, key, held, fixed)
     elif isinstance(held, list | dict):
@@ -68,9 +66,7 @@ def with_one(x: Tensor, dim: int = 0) -> Tensor:
 
 
 def without(x: Tensor, row: int, dim: int = 0) -> Tensor:
-    """``x`` without a ``row`` along ``dim``, whose place the last one takes; its memory is that of
-    ``x``, which is written to.
-    """
+    """``x`` without ``row`` along ``dim``: the last row takes its place, in the memory of ``x``."""
     last = x.shape[dim] - 1
     if row != last:
         x.select(dim, row).copy_(x.select(dim, last))

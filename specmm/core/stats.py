@@ -1,4 +1,4 @@
-"""What a run did, how long each part took, and what it may claim about its output.
+"""A run's counts, the seconds of its parts, and its certificate.
 
 Times are host seconds. On a GPU they mean something only if the device is waited for, which
 ``Clock(sync=True)`` does.
@@ -34,7 +34,7 @@ class Clock:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the block and add it to ``name``."""
-        if torch.compiler.is_compiling():  # what is in one program cannot be told apart
+        if torch.compiler.is_compiling():  # parts of one program cannot be timed
             yield
             return
         start = self._now()
@@ -97,7 +97,7 @@ class Stats:
         return 1 - (self.draft_seconds + self.verify_seconds) / self.seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """What a report says, for JSON."""
+        """The numbers of a report, for JSON."""
         return {
             "tokens": self.tokens,
             "rounds": self.rounds,

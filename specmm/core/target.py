@@ -1,4 +1,5 @@
-"""What the loop needs of a target: prefill a prompt, score a tree of drafts, commit what was kept.
+"""The loop's interface to a target: prefill a prompt, score a tree of drafts, commit the accepted
+nodes.
 
 Shape letters: B batch, G guidance branches, R = G·B rows, N tree nodes, C width, V vocabulary.
 """

@@ -30,7 +30,7 @@ class computed_once(Generic[T]):
         self.__doc__ = make.__doc__
 
     def __get__(self, shape: Any, owner: type | None = None) -> T:
-        """What ``make`` gives; later reads find it in ``shape`` itself."""
+        """The result of ``make``, stored in ``shape`` for later reads."""
         if shape is None:
             return self  # type: ignore[return-value]
         found = self.make(shape)
@@ -207,7 +207,7 @@ class DraftTree:
     siblings, sampling without replacement and top-k trees. ``drafted`` is the number of levels of a
     chain that hold drafts; padding tokens follow them (None: all levels). Of chains whose rows have
     ``sizes`` [B] of their own, a target need not score the nodes after those. ``chances`` [B, N]
-    are what a drafter that weighs its choices gives each node, of those after its parent.
+    are the drafter's probabilities of each node after its parent, if it records them.
     """
 
     tokens: Tensor
@@ -235,8 +235,8 @@ class DraftTree:
 
 
 def paths(tree: DraftTree | None, row: int) -> list[tuple[int, list[int]]]:
-    """Of each node of a row's tree its parent (-1: none) and the tokens from the root to it; one
-    empty path without a tree.
+    """For each node of a row's tree, its parent (-1: none) and the tokens from the root to it;
+    without a tree, one empty path.
     """
     if tree is None:
         return [(-1, [])]

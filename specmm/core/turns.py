@@ -1,6 +1,6 @@
 """Turns: threads that share a model run one after the other, in the order of their arrival.
 
-Some of what a run changes belongs to the model: hooks on its layers, a processor's settings,
+Some state that a run changes belongs to the model: hooks on its layers, a processor's settings,
 drafters with a cache, compiled programs. So turns are kept by model: pipelines and
 ``custom_generate`` of one model wait for each other, those of different models do not. Within a
 turn products take the threads that are fastest for the model (:mod:`specmm.choose.threads`), and
@@ -32,7 +32,7 @@ class Turns:
     def __init__(self, model: object = None) -> None:
         self._model = (lambda: None) if model is None else ref(model)  # the model holds its turns
         self._guard = threading.Lock()  # for the fields below; never held during a turn
-        self._thread: int | None = None  # whose turn it is
+        self._thread: int | None = None  # the thread that has the turn
         self._depth = 0  # how often that thread has taken it
         self._waiting: deque[tuple[int, threading.Event]] = deque()
 
@@ -100,7 +100,7 @@ class Turns:
 
 @contextmanager
 def _evaluating(model: object) -> Iterator[None]:
-    """Within the block no part of ``model`` is in training mode; after it those are that were."""
+    """Put all of ``model`` into evaluation mode within the block; restore the modes after it."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     training = [module for module in modules if module.training]
     for module in training:

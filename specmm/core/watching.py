@@ -1,6 +1,6 @@
-"""Watching a run from outside: its rounds, and what a plan has measured, for those who show them.
+"""Watching a run from outside: its rounds and a plan's measurements, for displays.
 
-A run tells its watcher what it did and goes on. Without a watcher nothing is kept or computed.
+A run sends events to its watcher and goes on. Without a watcher nothing is recorded or computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """``watcher`` is called with what runs of this thread tell within the block."""
+    """Call ``watcher`` with the events of this thread's runs within the block."""
     before = _watcher.set(watcher)
     try:
         yield

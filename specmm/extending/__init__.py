@@ -1,1 +1,1 @@
-"""Registries of names, and what others add to them."""
+"""Registries of names, and third-party additions to them."""

@@ -36,10 +36,10 @@ def register(kind: str, name: str, thing: T) -> T: ...
 def register(kind: str, name: str, thing: Any = None) -> Any:
     """Make ``thing`` the ``kind`` ("drafter", "rule" or "tree") called ``name``, and return it.
 
-    Without a thing this decorates what follows. A name of one's own may be given anew, as when a
-    cell of a notebook is run again. Raises ``ValueError`` for another kind, a name of specmm's, and
-    for what is no such thing: see :mod:`specmm.extending.outside`, :class:`specmm.verify.rule.Rule`
-    and :data:`specmm.shape.trees.OURS`.
+    Without a thing this is a decorator. A third-party name may be registered again, as when a
+    notebook's cell is rerun. Raises ``ValueError`` for another kind, a name of specmm's own, and
+    for a thing that is not of its kind: see :mod:`specmm.extending.outside`,
+    :class:`specmm.verify.rule.Rule` and :data:`specmm.shape.trees.OURS`.
 
     >>> @specmm.register("tree", "fan")
     ... def fan(width: int, *, device="cpu"):
@@ -66,7 +66,7 @@ def register(kind: str, name: str, thing: Any = None) -> Any:
 def load(place: str) -> None:
     """Import ``place``, a Python file or a module's name, for what it registers.
 
-    Raises ``ValueError`` where there is none and where it fails.
+    Raises ``ValueError`` if it does not exist or its import fails.
     """
     file = Path(place)
     if file.suffix == ".py":

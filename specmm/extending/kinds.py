@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Set
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin
 
-MOST = 3.4e38  # of float32, in which larger numbers are infinite
+MOST = 3.4e38  # larger numbers are infinite in float32
 
 
 def shown(value: object) -> str:
-    """``value`` as an error names it: numbers and short texts themselves, others by their kind."""
+    """``value`` for an error message: numbers and short texts as they are, others by their type."""
     if value is None or (isinstance(value, str | int | float) and len(repr(value)) <= 60):
         return repr(value)
     if isinstance(value, type):
@@ -54,7 +54,7 @@ def check_flags(**values: object) -> None:
 
 def check_kind(kind: Any, **values: object) -> None:
     """Raise ``ValueError`` naming the first of ``values`` that an option annotated as ``kind``, a
-    number or one of some texts, cannot have; others are not looked at.
+    number or one of some texts, cannot have; other annotations are not checked.
     """
     if kind in ("int", int):
         check_whole(**values)
@@ -70,7 +70,7 @@ def check_kind(kind: Any, **values: object) -> None:
 def texts_of(name: str, given: object) -> list[str]:
     """One text or several, an argument called ``name``, as a list.
 
-    Raises ``ValueError`` for what is no text.
+    Raises ``ValueError`` for values that are not texts.
     """
     # what has no order, or numbers in one, is no list of texts
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, Set))
@@ -92,7 +92,7 @@ def texts_of(name: str, given: object) -> list[str]:
 
 
 def _of_chats(value: object) -> str:
-    """What to do with a ``value`` that is a chat's message, or a chat; empty for anything else."""
+    """Advice for a ``value`` that is a chat or a chat's message; empty for anything else."""
     first = next(iter(value), None) if isinstance(value, list | tuple) else value
     if not (isinstance(first, Mapping) and "role" in first):
         return ""
@@ -100,7 +100,7 @@ def _of_chats(value: object) -> str:
 
 
 def either(name: str, value: Any, other: str, same: Any) -> Any:
-    """What is given of an option ``name`` that is also called ``other``.
+    """The value of the option ``name``, which may be given under its other name ``other``.
 
     Raises ``ValueError`` when both are.
     """

@@ -1,4 +1,4 @@
-"""Drafters that others wrote: how they are made, and what is checked of each tree they propose.
+"""Third-party drafters: how they are made, and how each tree that they propose is checked.
 
 Such a drafter is a class or a function that takes a target and a :class:`DraftRequest` (and options
 of its own) and gives a :class:`specmm.core.drafter.Drafter`; or one that is made already.
@@ -26,7 +26,7 @@ from specmm.shape.trees import Siblings, Tree
 from specmm.verify.rule import Rule
 
 USUAL = "chain(4)"  # the tree of drafters that do not say which (as their ``tree``)
-SUMS = 1e-3  # by which a recorded distribution may miss 1: bfloat16 has 8 bits
+SUMS = 1e-3  # the error of a recorded distribution's sum: bfloat16 has 8 bits
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DraftRequest:
 
 
 def _checked(name: str, thing: Any) -> Any:
-    """``thing``; raises ``ValueError`` for what is no drafter."""
+    """``thing``; raises ``ValueError`` if it is no drafter."""
     if is_drafter(thing):
         return thing
     raise ValueError(
@@ -82,7 +82,7 @@ def with_own(registry: Registry, method: Any, drafter: Any) -> tuple[Any, Any]:
 
 
 def usual_tree(spec: object) -> Tree:
-    """The tree that the drafter of ``spec`` is made for unless another is asked for."""
+    """The tree that the drafter of ``spec`` declares as its default."""
     thing = OTHERS[parse_spec(spec)[0]] if isinstance(spec, str) else spec
     found: Tree = getattr(whole(thing), "tree", USUAL)
     return found
@@ -91,8 +91,8 @@ def usual_tree(spec: object) -> Tree:
 def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDrafter:
     """The third-party drafter that ``spec`` names or is, made for ``target``.
 
-    Raises ``ValueError`` for options that it does not take, for what is no drafter and for one that
-    cannot make a tree that grows.
+    Raises ``ValueError`` for options that it does not take, for a result that is no drafter, and
+    for a drafter that cannot make dynamic trees where one is asked for.
     """
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
     thing = OTHERS[name] if isinstance(spec, str) else _checked(name, spec)
@@ -140,9 +140,7 @@ class OutsideDrafter:
         self._drawn: set[tuple[int, ...]] = set()  # parents of drawn trees: the first, and another
 
     def serve(self, rule: Rule) -> None:
-        """Refuse trees from now on whose siblings are not drawn as ``rule`` needs them: those of
-        others are enumerated with such alone.
-        """
+        """From now on refuse trees whose siblings are not drawn as ``rule`` needs them."""
         others = bool(maker_of(rule))
         self.rule = rule.name
         self.needed = getattr(rule, "siblings", None) or ("distinct" if others else None)
@@ -207,7 +205,7 @@ class OutsideDrafter:
             self._drawn = set(list(self._drawn)[:2])
 
     def _check_siblings(self, tree: DraftTree, probs: Tensor, needed: Siblings) -> None:
-        """That they were drawn as ``needed``, by what the tree records, ``probs`` [B, N, V]."""
+        """Raise ``ValueError`` unless ``probs`` [B, N, V] fit siblings drawn as ``needed``."""
         earlier = tree.shape.earlier_siblings  # [1 or B, N, N]
         # of each node, the probability of every other's token
         chances = probs.gather(-1, tree.tokens[:, None].expand(-1, tree.shape.size, -1))
@@ -227,7 +225,7 @@ class OutsideDrafter:
             )
 
     def _check_probs(self, tokens: Tensor, probs: Tensor, size: int, chosen: Tensor) -> None:
-        """Of ``tokens`` [B, N] that were drawn from ``probs`` [B, N, V], if not ``chosen``."""
+        """Check that ``tokens`` [B, N] can come from ``probs`` [B, N, V], or were ``chosen``."""
         if probs.shape[-1] != size:
             raise ValueError(
                 f"{self} must record distributions over {size} tokens, got {probs.shape[-1]}"

@@ -1,8 +1,9 @@
-"""Names to things, looked up lazily, and choices as text such as ``typical(epsilon=0.2)``.
+"""Registries from names to objects, imported lazily, and choices written as text, such as
+``typical(epsilon=0.2)``.
 
-Drafters, rules and trees of others have names, too: those that :func:`specmm.register` was given,
-and those that installed packages name in the entry points ``specmm.drafters``, ``specmm.rules`` and
-``specmm.trees``, which are imported at their first use.
+Third-party drafters, rules and trees get names by :func:`specmm.register`, or by an installed
+package's entry points ``specmm.drafters``, ``specmm.rules`` and ``specmm.trees``, which are
+imported at first use.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ REGISTERED: dict[str, dict[str, Any]] = {"drafter": {}, "rule": {}, "tree": {}}
 
 
 def nearest(name: str, known: Sequence[str], alike: float = 0.5) -> list[str]:
-    """Which of the ``known`` names may be meant by ``name``: those that it begins, or the one that
-    is at least so much ``alike`` (difflib's ratio, from 0 to 1).
+    """The ``known`` names that ``name`` may stand for: those that begin with it, or the nearest one
+    with a difflib ratio of at least ``alike`` (0 to 1).
     """
     whole = [one for one in known if one.startswith(name)] if len(name.strip("-_")) > 2 else []
     return whole[:2] or difflib.get_close_matches(name, known, n=1, cutoff=alike)
@@ -35,8 +36,8 @@ def nearest(name: str, known: Sequence[str], alike: float = 0.5) -> list[str]:
 def unknown(kind: str, name: object, known: Iterable[str], alike: float = 0.5) -> ValueError:
     """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all.
 
-    A folder that all names are in says nothing about how near they are, nor does what is longer
-    than any name. See :func:`nearest` for ``alike``.
+    A folder that all names share does not count for nearness, and a ``name`` longer than any known
+    one gets no suggestion. See :func:`nearest` for ``alike``.
     """
     if len(str(name)) > MOST_NAME:
         name = f"{str(name)[:MOST_NAME]}…"
@@ -53,7 +54,7 @@ def unknown(kind: str, name: object, known: Iterable[str], alike: float = 0.5) -
 
 
 def named(place: str) -> Any:
-    """What ``place``, ``"module:attribute"``, names, imported now."""
+    """The object at ``place``, ``"module:attribute"``, imported now."""
     module, attribute = place.split(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -76,10 +77,10 @@ class Registry:
 
 
 class Open(Mapping[str, T]):
-    """Our ``own`` things of a ``kind`` by name, and after them those of others, of which ``entry``
-    makes the same from name and thing.
+    """Our ``own`` entries of a ``kind`` by name, then third-party ones, which ``entry`` makes from
+    a name and the registered thing.
 
-    A name of ours is never another's.
+    A third-party entry never replaces one of ours.
     """
 
     def __init__(self, kind: str, own: Mapping[str, T], entry: Callable[[str, Any], T]) -> None:
@@ -106,9 +107,9 @@ def names_of_others(kind: str) -> list[str]:
 
 
 def registered(kind: str, name: str) -> Any:
-    """What was registered as, or an installed package calls, the ``kind`` of thing ``name``.
+    """The third-party thing of a ``kind`` called ``name``, registered or from an installed package.
 
-    Raises ``KeyError`` where there is none and ``ValueError`` where it cannot be imported.
+    Raises ``KeyError`` if there is none, and ``ValueError`` if it cannot be imported.
     """
     if name in REGISTERED[kind]:
         return REGISTERED[kind][name]
@@ -134,7 +135,7 @@ def _read_entry_points(kind: str, _: Hashable) -> dict[str, EntryPoint]:
 
 
 def _changed(folder: str) -> int:
-    """When something was last added to ``folder`` or taken from it; 0 if there is none."""
+    """The time of the last change to the entries of ``folder``; 0 if it does not exist."""
     try:
         return os.stat(folder or ".").st_mtime_ns
     except OSError:
@@ -142,7 +143,7 @@ def _changed(folder: str) -> int:
 
 
 def whole(thing: Any) -> Any:
-    """``thing``, or of a ``functools.partial`` what it is a part of."""
+    """``thing``, or the function inside a ``functools.partial``."""
     return thing.func if isinstance(thing, functools.partial) else thing
 
 

@@ -57,7 +57,7 @@ class AnswerWorker:
         return self.options.draw if item.draw is None else item.draw
 
     def _check_drawing(self, method: Any, draw: bool) -> None:
-        if draw and self.questions:  # of texts the call itself refuses it
+        if draw and self.questions:  # for texts the call itself refuses it
             self.pipe.check_drawing(method, self.options.max_new_tokens)
 
     def key(self, item: Item) -> Hashable:

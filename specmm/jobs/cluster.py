@@ -4,10 +4,10 @@ Ray starts actors, tells of their deaths and knows the nodes. The crew decides w
 
 - An actor gets items once it has joined: it could be scheduled, and has the driver's code. A node
   with other code, or whose results would be others, is left out.
-- What a dead actor had left is a fault of its items, which the loop halves until the one that kills
-  is alone.
+- The unfinished items of a dead actor count as faulty; the loop halves them until the item that
+  kills is alone.
 - A node whose actors die twice, whatever they make, is left out while others are there.
-- Where memory ran out, the node has an actor less, and batches are half as large.
+- After running out of memory a node gets one actor fewer, and batches of half the size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 LOCAL = "127.0.0.1"
 ANSWER = 5.0  # seconds in which a cluster must answer
 LOOK = 1.0  # seconds between two looks at the nodes
-DEATHS = 2  # of a node's actors one after the other, whatever they make, while others live
+DEATHS = 2  # deaths in a row of a node's actors, on any items, while others live
 
 
 def run_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
@@ -84,7 +84,7 @@ def _check_address(address: str) -> None:
 
 
 def code() -> dict[str, str]:
-    """What the results of a process depend on of its software, its own source among it."""
+    """Versions of the software that results depend on, with a digest of our own source."""
     own = hashlib.sha256()
     folder = Path(__file__).parents[1]
     files = (Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names)
@@ -114,7 +114,7 @@ class Actor:
             raise OtherPlace(f"it has {own}, and the driver {drivers}")
 
     def make(self, items: list[Item]) -> Made:
-        """What became of ``items``."""
+        """The outcome of ``items``."""
         if self.maker is None:
             job, opener, name = self.given
             self.open = ExitStack()  # as long as the actor
@@ -130,7 +130,7 @@ class Node:
     name: str
     slots: int
     cores: int
-    deaths: int = 0  # one after the other, whatever was made
+    deaths: int = 0  # in a row, on any items
     left_out: str = ""  # why
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ class Cluster:
         return [(member, made) for member, made in found if member.items]
 
     def _say(self, text: str) -> None:
-        """Say it, once."""
+        """Print ``text`` once."""
         if text not in self.said:
             log.warning(text)
             self.said.add(text)
@@ -184,7 +184,7 @@ class Cluster:
     # ---- nodes
 
     def _look(self) -> None:
-        """See which nodes are there.
+        """Update the list of nodes.
 
         Raises ``ValueError`` where all of them are left out.
         """
@@ -222,8 +222,8 @@ class Cluster:
         return [node for node in self.nodes.values() if node.slots and not node.left_out]
 
     def _start_actors(self, left: int) -> None:
-        """Start as many as are asked for, fit and have batches, of which so many are ``left``,
-        evenly over the nodes that did not fail.
+        """Start actors, as many as were asked for and fit and the ``left`` batches need, evenly
+        over the nodes that did not fail.
         """
         usable = self._usable()
         fit = sum(node.slots for node in usable)
@@ -260,7 +260,7 @@ class Cluster:
     # ---- what calls came to
 
     def _take(self, call: Any) -> tuple[Member, Made]:
-        """What became of the items of the member of a ``call``."""
+        """The member of a finished ``call`` and the outcome of its items."""
         member = self.calls.pop(call)
         made = Made()
         try:
@@ -269,7 +269,7 @@ class Cluster:
             cause = error.cause or error
             ray.kill(member.actor)
             if member.items and not isinstance(cause, OtherPlace):
-                raise cause from None  # it is not about the items
+                raise cause from None  # the error does not concern the items
             self._leave_out(member.node, _sentence(cause))
             made.again = member.items
         except ray.exceptions.RayError as error:  # dead, out of memory, its node lost
@@ -282,7 +282,7 @@ class Cluster:
         return member, made
 
     def _died(self, member: Member, error: BaseException) -> Made:
-        """An actor died: what it had made, and what it had left."""
+        """The outcome of a dead actor's items: those it had made, and faults for the rest."""
         node, items = member.node, member.items
         ray.kill(member.actor)
         known = Ledger(self.job.journals, member.name)

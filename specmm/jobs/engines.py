@@ -37,7 +37,7 @@ def open_worker(job: Job) -> Worker:
     kind = kind_of_work(job.spec.model, job.kinds)
     if kind == "images":
         return ImageWorker(job.spec, job.limits.device, programs=Programs(job))
-    from specmm.jobs.answers import AnswerWorker  # which imports transformers
+    from specmm.jobs.answers import AnswerWorker  # imports transformers
 
     return AnswerWorker(job.spec, kind == "questions", job.limits.device)
 

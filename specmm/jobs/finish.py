@@ -24,7 +24,7 @@ from specmm.jobs.results import files_of
 from specmm.loading.files import files_in, json_lines, sync_folder, whole, write_whole
 
 log = logging.getLogger(__name__)
-HIDDEN = ("state", "at", "item")  # of a journal's record, not needed in an index
+HIDDEN = ("state", "at", "item")  # fields of a journal's record that an index does not need
 
 
 def finish(

@@ -20,7 +20,7 @@ from specmm.loading.files import make_folder, sync_folder, write_whole
 from specmm.zoo.model_files import check_files
 
 JOB = "job.json"
-FILES, ITEMS = "files", "items"  # in it, beside the spec: the models' files; how many items
+FILES, ITEMS = "files", "items"  # job.json's other entries: the models' files, the number of items
 RESULTS = "results"
 JOURNALS = "journal"
 ARCHIVES = "archives"
@@ -80,8 +80,8 @@ class Limits:
 class Job:
     """The job in an output ``folder``, whose results are made by ``spec``.
 
-    ``kinds``: those of its items. ``left``: how many items one worker is to make, by method (None:
-    the job's own), where that decides what is compiled.
+    ``kinds`` are the kinds of its items. ``left`` is the number of items that one worker will make,
+    by method (None: the job's own), if compiling depends on it.
     """
 
     folder: Path
@@ -102,15 +102,15 @@ def alone(folder: Path) -> AbstractContextManager[None]:
 
 
 def decided(folder: Path) -> dict[str, Any]:
-    """What the job in ``folder`` began with; empty where there is none."""
+    """The initial settings of the job in ``folder``; empty if there is no job."""
     file = folder / JOB
     return read_json(file) if file.exists() else {}
 
 
 @contextmanager
 def deciding(folder: Path) -> Iterator[dict[str, Any]]:
-    """Context with ``decided(folder)``, alone; what the block changes in it is written at its end,
-    so that of several processes the first decides.
+    """Context with ``decided(folder)`` under a lock. Changes that the block makes are written at
+    its end, so that the first of several processes decides.
     """
     with alone(folder):
         found = decided(folder)
@@ -161,8 +161,8 @@ def read_spec(folder: Path) -> Spec:
 
 @contextmanager
 def occupied(journals: Path, rank: str = "") -> Iterator[None]:
-    """Context that keeps other processes out of the folder of ``journals``, but for those of the
-    same job that have another ``rank``.
+    """Context that keeps other processes out of the folder of ``journals``, except processes of the
+    same job with another ``rank``.
 
     Raises ``ValueError`` when another one works there.
     """

@@ -33,13 +33,13 @@ from specmm.loading.files import (
 from specmm.zoo.model_files import digest
 
 KINDS = ("class", "prompt", "question")
-OPTIONS = (  # of a call; each model takes some of them
+OPTIONS = (  # options of a call; each model takes some of them
     *("cfg", "guidance_scale", "cfg_interval", "cfg_schedule", "negative_prompt"),
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
     *("num_iter", "head_steps", "solver", "more_smooth", "num_inference_steps"),
     *("height", "width", "max_new_tokens", "stop"),
 )
-WORDS = ("cfg_schedule", "negative_prompt", "solver", "stop")  # those of them that are texts
+WORDS = ("cfg_schedule", "negative_prompt", "solver", "stop")  # the options that are texts
 OF_CALLS = frozenset(OPTIONS)
 MOST_OF_ONE = 100_000  # pictures of a line
 MOST_ID = 512  # characters
@@ -50,8 +50,8 @@ Row = tuple[str, Fields, str]  # its place in the file, for messages, its fields
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing to make: ``text`` is the class, prompt or question, ``options`` are those of a
-    call, which go before the job's.
+    """One thing to make: ``text`` is the class, prompt or question, ``options`` are options of its
+    call, which override the job's.
 
     ``images`` and ``videos`` are the question's as the job file in ``folder`` names them. ``draw``
     says whether its answer may hold pictures, None as the job says.
@@ -77,7 +77,7 @@ class Item:
 
     @property
     def alike(self) -> Hashable:
-        """What items of one batch have in common."""
+        """A key that items of one batch share."""
         shown = len(self.images), len(self.videos)
         # 2 and 2.0 are two records
         return self.kind, self.method, *shown, self.draw, repr(self.options)
@@ -118,9 +118,9 @@ class Items(Sequence[Item]):
         self.folder = folder
         self.kinds: set[str] = set()
         self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        self._ends = array("Q", [0])  # of rows in it
-        self._rows = array("I")  # of items
-        self._turns = array("I")  # of items in their rows
+        self._ends = array("Q", [0])  # where rows end in the file
+        self._rows = array("I")  # the row of each item
+        self._turns = array("I")  # the number of each item in its row
 
     def add(self, row: str, kind: Kind, count: int) -> None:
         """Add the ``count`` items of a ``row`` in JSON."""
@@ -147,7 +147,7 @@ class Items(Sequence[Item]):
 
 @dataclass(frozen=True)
 class Some(Sequence[Item]):
-    """Those of ``items`` with ``numbers``."""
+    """The ``items`` with these ``numbers``."""
 
     items: Sequence[Item]
     numbers: Sequence[int]
@@ -163,8 +163,8 @@ class Some(Sequence[Item]):
 def read_items(path: Path, base: int = 0) -> Items:
     """The items of a ``.jsonl``, ``.csv`` or ``.parquet`` file, or of a ``.txt`` of classes.
 
-    Paths of pictures and videos are relative to the file. Raises ``ValueError`` naming the line for
-    anything that is no item, for an id given twice and for a file without items.
+    Paths of pictures and videos are relative to the file. Raises ``ValueError`` naming the line of
+    an invalid item or a repeated id, and for a file without items.
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
@@ -199,7 +199,7 @@ def parse(where: str, row: Fields, base: int, folder: Path, name: str = "") -> l
 
 
 def _item(kind: Kind, fields: Fields, turn: int, base: int, folder: Path) -> Item:
-    """The item of a row's ``fields`` that comes in such a ``turn``."""
+    """The item number ``turn`` of a row with these ``fields``."""
     images, videos = fields.get("image", ()), fields.get("video", ())
     none = OF_CALLS.isdisjoint(fields)
     options = () if none else tuple((one, fields[one]) for one in OPTIONS if one in fields)
@@ -246,7 +246,7 @@ def _kind(fields: tuple[str, ...]) -> Kind:
 
 
 def _id(fields: Fields, turn: int) -> str:
-    """The id of a row's item that comes in such a ``turn``."""
+    """The id of a row's item number ``turn``."""
     return f"{fields['id']}/{turn}" if fields.get("n", 1) > 1 else str(fields["id"])
 
 

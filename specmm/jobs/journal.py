@@ -1,4 +1,4 @@
-"""The journals of a job: what became of its items.
+"""The journals of a job, which record the outcome of its items.
 
 They are authoritative: a line is written only after the files it describes (:mod:`.results`). A
 line is a checksum and a JSON record. A journal is a series of files, each of which is written whole
@@ -89,11 +89,11 @@ def _rows(folder: Path, name: str) -> Iterator[tuple[Any, ...]]:
 
 
 class Ledger(Mapping[str, Record]):
-    """The record that counts of every item, by id: "done" over "failed", the latest of several (a
-    repaired result has two; journals are read in no order of time, so a record holds the time).
+    """The valid record of every item, by id: "done" before "failed", and the latest of several (a
+    repaired result has two; records hold their time, since journals are not read in order of time).
 
-    They lie in a database without a name, which is gone with the ledger: a million in memory would
-    be gigabytes. ``name`` is the journal whose records alone are read.
+    Records lie in an unnamed database, which is deleted with the ledger: a million in memory would
+    be gigabytes. With ``name`` only that journal is read.
     """
 
     def __init__(self, journals: Path, name: str = "") -> None:
@@ -140,6 +140,6 @@ class Ledger(Mapping[str, Record]):
         return count
 
     def since(self, moment: float) -> list[tuple[int, float, float]]:
-        """Of every journal with records after ``moment``: their number, the first and last time."""
+        """For every journal with records after ``moment``: their number, first and last time."""
         asked = "select count(*), min(at), max(at) from items where at > ? group by journal"
         return self._base.execute(asked, (moment,)).fetchall()

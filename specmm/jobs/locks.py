@@ -1,8 +1,9 @@
 """Locks on a job's output folder: the system's where the file system has them, else leases.
 
 A lease is a small file (or object) that only one process can create. Its owner rewrites it every
-``RENEWED`` seconds and removes it at the end. One that stays the same for ``ENDS`` seconds is of a
-process that died. Whoever waits measures that by its own clock: those of machines may differ.
+``RENEWED`` seconds and removes it at the end. A lease that stays the same for ``ENDS`` seconds
+belongs to a dead process. Waiting processes measure that by their own clocks, since machines'
+clocks may differ.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _outlast(folder: Path, rivals: str, wait: bool) -> bool:
     """Wait until no lease in ``folder`` matches ``rivals``; one that has ended is removed, and the
     answer True.
 
-    Raises ``ValueError`` when one is renewed, unless to ``wait`` is all right.
+    Raises ``ValueError`` when a lease is renewed, unless ``wait`` is set.
     """
     seen: dict[str, tuple[bytes, float]] = {}
     ended = False

@@ -31,7 +31,7 @@ Opener = Callable[[Job], Worker]
 
 @dataclass
 class Fault:
-    """Why ``items`` were not made: one is at fault, or another try may do.
+    """Why ``items`` were not made: one of them is at fault, or another try may succeed.
 
     ``certain``: no other try will.
     """
@@ -43,9 +43,9 @@ class Fault:
 
 @dataclass
 class Made:
-    """What became of a batch: ids of items that are ``done``, and faults of others.
+    """The outcome of a batch: ids of items that are ``done``, and faults of others.
 
-    ``again``: items that were not tried. ``wanted``: how many to give next.
+    ``again`` are items that were not tried; ``wanted`` is the number to give next.
     """
 
     done: list[str] = field(default_factory=list)

@@ -23,12 +23,12 @@ from specmm.jobs.folder import Job, decided, deciding
 from specmm.jobs.items import Item
 
 USUAL = 4  # rows of a program, where the job does not say how many items are made at a time
-THREADS, PLACE, ROWS = "threads", "place", "rows"  # what job.json holds
-SAME = ("dtype", "device", "processor", "versions")  # of a place, throughout a job
+THREADS, PLACE, ROWS = "threads", "place", "rows"  # job.json's entries
+SAME = ("dtype", "device", "processor", "versions")  # facts that do not change in a job
 
 
 class OtherPlace(ValueError):
-    """The results of a job would be others here than where it was begun."""
+    """A job's results would differ here from those of the place where it was begun."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def one_number_of_threads(folder: Path, network: nn.Module | None) -> Iterator[N
     or the fastest for ``network``.
 
     Raises ``ValueError`` if ``--threads`` or :func:`specmm.threads` names another number now, and
-    :class:`OtherPlace` where this is another machine than the job was begun with.
+    :class:`OtherPlace` if the job was begun on a machine whose results differ.
     """
     if network is None:
         yield
@@ -84,7 +84,8 @@ class Programs:
     def rows(self, method: str, pays: Callable[[], bool]) -> int:
         """Rows of the programs of ``method``, 0 where it is not compiled.
 
-        ``pays`` is asked where nothing was decided, outside of any lock: it may take a while.
+        ``pays`` is called, outside of any lock because it may take a while, if nothing was decided
+        yet.
         """
         if (rows := self.decided(method)) is not None:
             return rows
@@ -107,5 +108,5 @@ def check_compiled_kinds(compiled: Compiled, kinds: Collection[str]) -> None:
 
 
 def padded(items: Sequence[Item], rows: int) -> list[Item]:
-    """``items`` and as many more of the last one as make whole batches of ``rows``."""
+    """``items``, followed by copies of the last one up to whole batches of ``rows``."""
     return [*items, *[items[-1]] * (-len(items) % rows)]

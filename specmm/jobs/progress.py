@@ -1,4 +1,4 @@
-"""What one process did of a job so far, told by a bar and, where asked, by metrics."""
+"""One process's progress in a job, shown by a bar and, if asked for, by metrics."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Progress:
     """The outcome of one process: ids it finished (``done``) and set aside (``failed``), whether
     Ctrl-C ended it, and the ``seconds`` since its start.
 
-    Its bar is over ``total`` items of which ``before`` were done earlier. In a log it comes once a
-    minute, and not at all of what takes less.
+    Its bar is over ``total`` items of which ``before`` were done earlier. In a log it appears once
+    a minute, and not for shorter jobs.
     """
 
     def __init__(self, total: int, before: int, metrics: Metrics | None = None) -> None:

@@ -68,7 +68,7 @@ def files_of(record: Record) -> list[Record]:
 def encode(result: Result, kind: str) -> dict[str, bytes]:
     """The item's files by suffix: a picture of format ``kind``, or JSON and the answer's pictures.
 
-    All hold a description, of what stays the same when the item is made again in another batch.
+    All hold a description, limited to facts that do not depend on the item's batch.
     """
     about = _about(result)
     if result.image is not None:

@@ -1,7 +1,7 @@
-"""The loop of a job: hands items to those who make them.
+"""The loop of a job, which hands items to makers.
 
-A batch that fails, or whose maker dies, is halved until the item at fault is alone. That is tried
-again, elsewhere where there is an elsewhere, and set aside if it fails too often.
+A batch that fails, or whose maker dies, is halved until the item at fault is alone. That item is
+tried again, on another node if there is one, and set aside if it fails too often.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specmm.runs.run import moving
 log = logging.getLogger(__name__)
 MOST_SAID = 1000  # characters of what is wrong with an item
 AHEAD = 4096  # items among which those of one batch are found
-SLOW = 0.5  # of the usual rate of a member is worth telling
+SLOW = 0.5  # the share of the usual rate below which a member is reported
 
 
 def pending(
@@ -56,7 +56,7 @@ def pending(
 
 @dataclass(eq=False)
 class Member:
-    """Who makes items, on a ``node``, with a journal ``name``: this process, or an ``actor``.
+    """A maker of items on a ``node``, with a journal ``name``: this process, or an ``actor``.
 
     ``wanted`` items are given to it at a time; it has ``items`` now, which are ``suspect`` if they
     failed before.
@@ -73,22 +73,22 @@ class Member:
 
 
 class Crew(Protocol):
-    """Those who make items."""
+    """The makers of a job's items."""
 
     @property
     def members(self) -> Sequence[Member]:
-        """All of them, whatever they do."""
+        """All members, idle or not."""
 
     def free(self, left: int) -> Sequence[Member]:
-        """Those who wait for items, of whom there may be more now, as at least so many batches are
-        ``left``.
+        """The members that wait for items. The crew may have grown, since at least ``left`` batches
+        remain.
         """
 
     def begin(self, member: Member) -> None:
         """Have a member make its items."""
 
     def ended(self) -> Sequence[tuple[Member, Made]]:
-        """What became of members' items since the last call; it waits a while for one."""
+        """The outcomes of members' items since the last call, which waits a while for one."""
 
 
 class Here:
@@ -114,8 +114,8 @@ class Here:
 
 @dataclass
 class Loop:
-    """Hands items to a ``crew``, those of one ``key`` together; ``journal`` holds what is set
-    aside.
+    """Hands items to a ``crew``, items of one ``key`` together; items set aside are recorded in
+    ``journal``.
     """
 
     job: Job
@@ -127,7 +127,7 @@ class Loop:
     left: int = 0  # unread ones
     waiting: deque[Item] = field(default_factory=deque)
     suspects: deque[list[Item]] = field(default_factory=deque)
-    tried: dict[str, list[Hashable]] = field(default_factory=dict)  # where an item failed alone
+    tried: dict[str, list[Hashable]] = field(default_factory=dict)  # nodes of lone failures
     busy: int = 0  # members that make items
 
     def run(self, items: Sequence[Item]) -> None:
@@ -161,7 +161,7 @@ class Loop:
             self._read()
         for items in self.suspects:
             nodes = self._tried(items)
-            # what failed alone is tried elsewhere, if there is an elsewhere, and later
+            # an item that failed alone is tried later, on another node if there is one
             if not nodes or not (self.waiting or (member.node in nodes and self._elsewhere(nodes))):
                 self.suspects.remove(items)
                 member.items, member.suspect = items, True
@@ -183,7 +183,7 @@ class Loop:
         return any(member.node not in nodes for member in self.crew.members)
 
     def _take(self, member: Member, made: Made) -> None:
-        """Count what became of a member's items."""
+        """Count the outcome of a member's items."""
         member.wanted = made.wanted or member.wanted
         member.busy += made.seconds
         member.made += len(made.done)
@@ -193,7 +193,7 @@ class Loop:
             self._failed(member.node, fault)
 
     def _failed(self, node: Hashable, fault: Fault) -> None:
-        """Halve the items at fault; set one that is alone aside, or try it again later."""
+        """Halve the items at fault; a single item is tried again later, or set aside."""
         items = fault.items
         if len(items) > 1:
             middle = len(items) // 2

@@ -24,8 +24,8 @@ LATELY = 600.0  # seconds whose results give the rate
 
 
 def status(folder: Path) -> dict[str, Any]:
-    """Items, those done and set aside, results a second lately, seconds since the last result, and
-    seconds left at that rate (None: nothing was made lately).
+    """The numbers of items, of those done and set aside, the recent results a second, the seconds
+    since the last result, and the seconds left at that rate (None: no recent results).
 
     Raises ``ValueError`` where ``folder`` has no job.
     """
@@ -123,8 +123,8 @@ def to_repair(folder: Path, items: Sequence[Item]) -> dict[str, Record]:
 
 
 def outcome_of_repair(folder: Path, before: Mapping[str, Record]) -> dict[str, int]:
-    """How many of the results that had the records ``before`` were made again, and with how many
-    the bytes differ.
+    """How many of the results with the records ``before`` were made again, and for how many the
+    bytes differ.
     """
     now = Ledger(folder / JOURNALS)
     other = [name for name, was in before.items() if _sums_in(now[name]) != _sums_in(was)]
@@ -134,7 +134,7 @@ def outcome_of_repair(folder: Path, before: Mapping[str, Record]) -> dict[str, i
 def _unpack_torn(folder: Path) -> None:
     """Take results out of archives that cannot be read to their end; remove those archives.
 
-    Their other results are missing then.
+    Their remaining results then count as missing.
     """
     with alone(folder):
         for file in sorted((folder / ARCHIVES).glob("*.tar")):
@@ -165,8 +165,8 @@ def _sums_in(record: Record) -> list[str | None]:
 
 
 def _sums(folder: Path, problems: list[str]) -> dict[str, str]:
-    """The SHA-256 of every result by its path in ``folder``, in an archive or not; what is wrong
-    with an archive is one of the ``problems``.
+    """The SHA-256 of every result by its path in ``folder``, inside archives or not; broken
+    archives are added to ``problems``.
     """
     sums: dict[str, str] = {}
     for file in sorted((folder / ARCHIVES).glob("*.tar")):
@@ -196,9 +196,7 @@ def _problem(record: Record, sums: dict[str, str]) -> str:
 
 
 def _exchanged(item: Item, record: Record) -> str:
-    """What became of a picture or video that the result of ``item`` was made from; "" if it is as
-    it was.
-    """
+    """How a picture or video of ``item`` has changed since its result was made; "" if none has."""
     names = (*item.images, *item.videos)
     for name, was, now in zip(names, record.get("inputs", ()), digests_of(item), strict=False):
         if was and was != now:

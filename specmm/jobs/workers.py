@@ -53,7 +53,7 @@ class Worker(Protocol):
 
 
 def kind_of_work(model: str, kinds: Collection[str]) -> Kind:
-    """What ``model`` does with items of ``kinds``; raises ``ValueError`` if they need two jobs."""
+    """The kind of work of ``model`` on ``kinds`` of items; ``ValueError`` for two kinds."""
     if "question" in kinds and len(kinds) > 1:
         raise ValueError(
             "a job must hold questions, or classes and prompts, got both; make two jobs of it"
@@ -130,7 +130,7 @@ class ImageWorker:
         return {k: v for k, v in self.spec.sampling.items() if k not in same} | own
 
     def _settled(self, item: Item | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The options of ``item`` that the target is made of, and the others of a call."""
+        """The options of ``item``: those of the target, and the others of a call."""
         options = self.pipe.settle_names(self._options(item))
         sampling = {k: options.pop(k) for k in self.pipe.sampling_options if k in options}
         return sampling, options
@@ -172,7 +172,7 @@ class ImageWorker:
     def run(self, items: Sequence[Item], rows: int = 0) -> list[Result]:
         method = self.methods.of(items[0])
         built = self._rows_of_programs(method, items[0])
-        if built and len(items) > built:  # one call of more would refill rows
+        if built and len(items) > built:  # a call with more items would refill rows
             parts = (items[first : first + built] for first in range(0, len(items), built))
             return [result for part in parts for result in self.run(part, rows)]
         start = time.perf_counter()

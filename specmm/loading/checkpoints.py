@@ -37,7 +37,7 @@ SIGNS = 2048  # weights read of each tensor of a fingerprint
 
 
 class FileError(ValueError):
-    """Something is wrong with ``file``, as is ``said`` of it."""
+    """An error about ``file``, with the sentence ``said``."""
 
     def __init__(self, file: str | Path, said: str) -> None:
         super().__init__(file, said)  # as given, so that it is whole in another process, too
@@ -82,8 +82,8 @@ def weights_file(path: str | Path) -> Path:
 
 
 def stored_dtype(files: Iterable[Path]) -> torch.dtype | None:
-    """The dtype of all weights in safetensors ``files``, which are not read; None where there are
-    none or they differ, and for what cannot be told.
+    """The dtype of all weights in safetensors ``files``, from their headers; None if there are
+    none, they differ, or a header cannot be read.
     """
     found = set()
     for file in files:
@@ -118,8 +118,8 @@ def _read_pickle(file: Path) -> object:
 
 
 def no_tensors(source: str | Path, error: Exception) -> FileError | None:
-    """What to say where torch refused ``source``, a pickle that asks for code; None where it did
-    not.
+    """The error for a ``source`` that torch refused because its pickle asks for code; None for
+    other errors.
     """
     wanted = re.search(r"GLOBAL (\S+)", str(error))
     if wanted is None or not isinstance(error, pickle.UnpicklingError):
@@ -247,7 +247,7 @@ def check_names(
     source: str | Path,
     advice: str = "use the file of this model",
 ) -> None:
-    """Raise one ``ValueError`` for all names in ``problems``, by what is wrong, if any."""
+    """Raise one ``ValueError`` for all names in ``problems``, grouped by problem, if any."""
     if any(problems.values()):
         found = "; ".join(
             f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names
@@ -279,8 +279,8 @@ def some_names(names: Collection[str]) -> str:
 
 
 def save_readable(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors ``file`` that others may read as any new file, which its library makes
-    the writer's own.
+    """Write a safetensors ``file`` with a new file's usual permissions; its library would let only
+    the writer read it.
     """
     file = Path(file)
     before = file.with_name(f"{file.name}.mode")

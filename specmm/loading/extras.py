@@ -1,5 +1,5 @@
-"""The line that installs what an optional part of this package needs, wherever the package itself
-came from: it names the packages of an extra of ``pyproject.toml``.
+"""The command that installs the packages of an extra in ``pyproject.toml``, wherever this package
+itself came from.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def install(extra: str) -> str:
 
 @contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Context of imports that ``what`` needs; raises ``ValueError`` that says how to install the
-    ``extra`` where they fail.
+    """Context for imports that ``what`` needs; if they fail, raises a ``ValueError`` that says how
+    to install the ``extra``.
     """
     try:
         yield

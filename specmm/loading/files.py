@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, found in folders, read by lines; what errors say.
+"""Writes files whole or not at all, finds files in folders, reads lines, and words errors.
 
 The command line imports this module before anything else, so it needs nothing but Python.
 """
@@ -28,7 +28,8 @@ def place(name: str) -> Path:
     """The file or folder ``name``. At an address of object storage, ``s3://bucket/job``, it is a
     ``UPath`` of universal_pathlib, which is no ``Path`` and has its interface.
 
-    Raises ``ValueError`` for an address of unknown kind, and where what reads it is not installed.
+    Raises ``ValueError`` for an unknown kind of address, and if the package that reads it is not
+    installed.
     """
     from specmm.loading.extras import install
 
@@ -37,7 +38,7 @@ def place(name: str) -> Path:
     try:
         from upath import UPath
 
-        found = UPath(name, use_listings_cache=False)  # others write there, too
+        found = UPath(name, use_listings_cache=False)  # other processes write there, too
         if not found.fs.unstrip_protocol(found.path).partition("://")[2].strip("/"):
             raise ValueError("no bucket")
     except ModuleNotFoundError as error:
@@ -107,7 +108,7 @@ def make_folder(folder: Path) -> None:
 
 
 def hidden(name: str) -> bool:
-    """Whether the file ``name`` in a folder or archive is what notebooks and macOS put there."""
+    """Whether the file ``name`` in a folder or archive was left there by notebooks or macOS."""
     parts = name.split("/")
     return "__MACOSX" in parts or any(p.startswith(".") and p not in (".", "..") for p in parts)
 
@@ -148,8 +149,8 @@ def files_in(folder: Path) -> Iterator[Path]:
 
 
 def text_lines(file: Path) -> Iterator[str]:
-    """Lines of UTF-8 text with what ends them: \\n, \\r\\n or \\r, no other character that may look
-    like an end. A byte-order mark is no part of the first.
+    """Lines of UTF-8 text with their ends (\\n, \\r\\n or \\r, and no other character), without a
+    byte-order mark.
 
     Raises ``ValueError`` for text of another encoding.
     """
@@ -163,7 +164,7 @@ def text_lines(file: Path) -> Iterator[str]:
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[str, str]]:
-    """Those of ``text_lines`` that are not blank, each after its place, for messages."""
+    """The lines of ``text_lines`` that are not blank, each after its place (for messages)."""
     name = str(file)
     for number, line in enumerate(text_lines(file), 1):
         if line.strip():
@@ -225,8 +226,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def sentence_of(error: Exception) -> str:
-    """What ``error`` says to people, on a line: the words of a mistake of theirs, and of any other
-    its kind before them.
+    """``error`` for people, on one line: the message of a user's mistake; other errors begin with
+    their type.
     """
     text = str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -1,9 +1,9 @@
-"""What is fastest on this machine: dtypes, devices, and weights prepacked for small products.
+"""Chooses the fastest dtype and device of this machine, and prepacks weights for small products.
 
 A draft tree is scored in one forward of a few rows, for which PyTorch's products on a CPU are slow
-with weights as they are loaded: MKL's of float32 reads them across, oneDNN's of bfloat16 reorders
-them at every call. :func:`prepack` stores them the way these products read them. Values, shapes and
-names stay as they are.
+with weights in their loaded layout: MKL's of float32 reads them across, oneDNN's of bfloat16
+reorders them at every call. :func:`prepack` stores them the way these products read them. Values,
+shapes and names do not change.
 
 Shape letters: N outputs, K inputs of a linear layer.
 """
@@ -71,8 +71,8 @@ def gpu_has_bfloat16() -> bool:
 
 
 def is_nearly_full(device: torch.device, share: float) -> bool:
-    """Whether less than a ``share`` of a GPU's memory is free, also after PyTorch has given back
-    what it holds for later; no CPU's, whose memory is not asked.
+    """Whether less than a ``share`` of a GPU's memory is free even after PyTorch has returned its
+    cached memory; always False for a CPU.
     """
     if device.type != "cuda":
         return False
@@ -115,7 +115,7 @@ def named_device(name: str | torch.device | None) -> torch.device:
 
 
 def check_holds_numbers(network: nn.Module, name: str) -> None:
-    """Raise ``ValueError`` for a ``network``, of the model ``name``, whose weights are nowhere."""
+    """Raise ``ValueError`` for a ``network``, of the model ``name``, on the meta device."""
     if next(network.parameters()).is_meta:
         raise ValueError(
             f"{name} must have weights on a device, got none there (device meta); load them, "
@@ -125,9 +125,7 @@ def check_holds_numbers(network: nn.Module, name: str) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model runs, None for this machine's best device, and in which dtype, None for the
-    device's fastest.
-    """
+    """A model's device (None: this machine's best) and dtype (None: the device's fastest)."""
 
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
@@ -168,7 +166,7 @@ def prepack(network: Network, long: bool = False) -> Network:
 
     bfloat16: a second copy in oneDNN's blocks. With it 9 rows of SmolLM2-135M cost 1.23 times as
     much as one instead of 1.56 times, and VAR's hundreds of rows 20-40% less (two cores with AMX).
-    Networks of more than ``MOST`` weights are left as they are.
+    Networks of more than ``MOST`` weights are not copied.
 
     A network with ``long`` inputs, such as VAR's whole scales, gets the copy in float32, too: from
     ``LONG`` tokens a row on, its products are oneDNN's, 5-15% faster for thousands of rows.
@@ -206,7 +204,7 @@ def _packs(dtype: torch.dtype, long: bool) -> bool:
 
 
 class _CuDNN:
-    """How many blocks want attention without cuDNN's, and whether it was on before the first."""
+    """How many blocks switch cuDNN's attention off, and whether it was on before the first."""
 
     lock = threading.Lock()
     unwanted = 0
@@ -238,8 +236,8 @@ def attention_of_any_length() -> Iterator[None]:
 def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     """``x`` [..., K] times the layer's weight, plus ``bias`` [N] instead of its own: [..., N].
 
-    ``gelu`` (tanh) follows if wanted; on a CPU oneDNN applies it to what is still in the cache. A
-    compiler gets the plain operators and the weight as it is. Hooks and adapters run.
+    ``gelu`` (tanh) follows if wanted; on a CPU oneDNN applies it while the product is in the cache.
+    Compilers see the plain operators and the unpacked weight. Hooks and adapters run.
     """
     if not _is_others(layer):
         return _multiplied(layer, x, bias, gelu)
@@ -291,8 +289,8 @@ def _multiplies(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies by a copy of its weight in oneDNN's blocks, if it has one.
 
-    Within a call (:func:`specmm.core.derived.one_call`), and made again if the weight is another;
-    else it is a linear layer like any.
+    The copy is used within a call (:func:`specmm.core.derived.one_call`) and made again if the
+    weight has changed; elsewhere it is a plain linear layer.
     """
 
     packed: Derived[Tensor | None]
@@ -339,7 +337,7 @@ class PackedLinear(nn.Linear):
         return moved
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the copy, which cannot be copied or saved."""
+        """The state without the packed copy, which cannot be copied or saved."""
         return {key: found for key, found in self.__dict__.items() if key != "packed"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -356,7 +354,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros. On a CPU they take memory page by page as they are written, and no time before."""
+    """Zeros; on a CPU they take no time, and memory only page by page as they are written."""
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or not size or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(*shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Models that take the memory of their weights and no more while they are read from a file.
+"""Loads models without more memory than their weights take.
 
 A checkpoint is mapped, not read: its tensors cost nothing until they are touched. A module is made
 without weights, then filled tensor by tensor in the dtype that is wanted; the pages of a tensor
@@ -26,15 +26,15 @@ MAPPED = "_specmm_mapped"  # on tensors whose memory is a file's: the version th
 MAPS = Path("/proc/self/maps")
 UNUSED = 4  # MADV_DONTNEED: private pages that were only read are the file's again
 META = torch.device("meta")
-DRAWN = ("normal_", "uniform_")  # what layers begin with, of ``torch.nn.init`` and of tensors
+DRAWN = ("normal_", "uniform_")  # random initialisers of ``torch.nn.init`` and of tensors
 
 
 class WithoutWeights(TorchFunctionMode):
     """Within it modules are made whose weights are on the meta device.
 
-    Only what ``torch.empty`` makes is left out, as layers make their weights; tables that are
-    computed, such as rotary angles, are there. What would be drawn for a weight is not: PyTorch
-    takes a second to import how that would be traced.
+    Only tensors made by ``torch.empty``, as layers make their weights, have no values; computed
+    tables, such as rotary angles, do. Random initialisation is skipped, since importing PyTorch's
+    code to trace it takes a second.
     """
 
     def __torch_function__(
@@ -61,7 +61,7 @@ def size_of(module: nn.Module) -> int:
 
 
 def chosen_dtype(dtype: DtypeChoice | None, module: nn.Module) -> torch.dtype | None:
-    """``dtype``, or that which it chooses for ``module``."""
+    """``dtype``, or the result of calling it with the size of ``module``."""
     return dtype(size_of(module)) if callable(dtype) else dtype
 
 
@@ -72,14 +72,14 @@ def mark(tensors: Iterable[Tensor], file: Path) -> None:
         first = tensor.untyped_storage().data_ptr()
         last = first + tensor.untyped_storage().nbytes()
         there = any(start <= first and last <= end for start, end in ranges)
-        if there and not tensor.is_inference():  # whose changes nobody counts
+        if there and not tensor.is_inference():  # inference tensors do not count changes
             setattr(tensor, MAPPED, tensor._version)
 
 
 @contextmanager
 def marked(tensors: Iterable[Tensor], files: Iterable[Path]) -> Iterator[None]:
-    """Within it those of ``tensors`` that are mapped from one of ``files`` are marked; not longer,
-    since they may get memory of their own and stay.
+    """Mark those of ``tensors`` that are mapped from one of ``files``, within the block only, since
+    they may get memory of their own later.
     """
     given = list(tensors)
     for file in files:
@@ -108,8 +108,8 @@ def _mappings(file: Path) -> list[tuple[int, int]]:
 def give_back(tensor: Tensor) -> None:
     """Let the system take back the pages of ``tensor`` if they are a file's; its values stay.
 
-    One that was changed in place stays in memory, where alone it is what it is, and so do pages
-    that it shares with others.
+    A tensor that was changed in place stays in memory, since the file has other values; so do pages
+    that it shares with other tensors.
     """
     version = getattr(tensor, MAPPED, None)
     if version is None or version != tensor._version or not tensor.is_contiguous():
@@ -121,7 +121,7 @@ def give_back(tensor: Tensor) -> None:
 
 
 def moved(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-    """``tensor`` on ``device`` and, if it is floating, in ``dtype``; the pages it had go back."""
+    """``tensor`` on ``device`` and, if it is floating, in ``dtype``; gives its old pages back."""
     made = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
     if made is not tensor:
         give_back(tensor)

@@ -1,4 +1,4 @@
-"""Opens pictures, wherever they come from: turned upright, in RGB, transparency on white, 8 bits.
+"""Opens pictures of any source as upright RGB of 8 bits, with transparency on white.
 
 Errors begin with "must", for the file's name to be put before them.
 """
@@ -23,7 +23,7 @@ PngImagePlugin.MAX_TEXT_CHUNK = max(PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugi
 
 
 def endings() -> set[str]:
-    """Of files that are pictures, in lower case with their dot: those of Pillow and its plugins."""
+    """The endings of picture files, in lower case with their dot: Pillow's and its plugins'."""
     known = Image.registered_extensions()
     return {ending for ending, kind in known.items() if kind not in NO_PICTURES}
 
@@ -36,7 +36,7 @@ def packed(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def header(source: str | IO[bytes] | Image.Image, most: int | None = None) -> Image.Image:
-    """The picture in a file, not decoded yet, or the one given.
+    """The picture in a file, not decoded yet, or ``source`` itself if it is a picture.
 
     Raises ``ValueError`` for what is no picture, and for one of more than ``most`` pixels (None:
     as many as Pillow refuses, 179 million); ``OSError`` for a file that cannot be opened.
@@ -62,7 +62,7 @@ def _opened(file: str | IO[bytes], most: int) -> Image.Image:
         raise ValueError("must be a picture, got a file of another kind or an empty one") from error
     except Exception as error:  # a damaged header fails in any way
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the file, and clear by itself
+            raise  # an error about the file, and clear by itself
         got = sentence_of(error)
         raise ValueError(f"must be a picture that can be read, got: {got}") from error
 

@@ -1,4 +1,4 @@
-"""What every method declares, the choice of drafter, tree and rule, and making methods by name."""
+"""The declarations of every method, the choice of its parts, and making methods by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DRAFTERS = {  # the class of each drafter that takes trees and rules, which is a
 
 
 class _Checked(type):
-    """Makes methods of options of the right kinds."""
+    """The metaclass of methods, which checks the kinds of their options."""
 
     def __call__(cls, *values: Any, **options: Any) -> Any:
         hints = get_type_hints(cls)
@@ -69,7 +69,7 @@ class Declared(metaclass=_Checked):
     """Properties that a method declares, so that no code needs to check its type."""
 
     name: ClassVar[str]
-    claims: ClassVar[str] = "exact"  # of its runs; each run's certificate is what counts
+    claims: ClassVar[str] = "exact"  # the claim of its runs; each run's certificate is binding
     drafts: ClassVar[bool] = True
     streams: ClassVar[bool] = True  # one model answers, token by token
     here: ClassVar[str] = ""  # speed over plain decoding in benchmarks/results, if it seldom pays
@@ -101,7 +101,7 @@ class Declared(metaclass=_Checked):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Options that nothing reads as the others are."""
+        """Options that have no effect under the values of the others."""
         return ()
 
 
@@ -129,12 +129,12 @@ class Composed(Declared):
 
     @property
     def can_refill(self) -> bool:
-        """Whether its drafter's rows can: EAGLE's head and small models read theirs together."""
+        """Whether its drafter's rows can; EAGLE's head and small models read all at once."""
         return hasattr(_class_of(self.choice.drafter), "start_row")
 
     @property
     def static_shapes(self) -> bool:
-        """Of drafters whose trees have as many nodes and levels every round."""
+        """True for drafters whose trees have the same number of nodes and levels every round."""
         return self.choice.drafter in ("block", "eagle", "any", "jacobi")
 
 
@@ -222,10 +222,10 @@ class Auto(Declared):
 class Draft(Composed):
     """Any drafter, tree and rule together; other methods are such choices with defaults.
 
-    ``specmm methods`` lists what there is. ``tree`` None is the one that the model's maker
-    recommends. Answers and texts are drafted by the drafters of their methods: ``msd``,
-    ``text-draft``, ``block`` and so on. Each may be of one's own: a name that
-    :func:`specmm.register` was given, or the object itself.
+    ``specmm methods`` lists them. ``tree`` None is the tree that the model's maker recommends.
+    Answers and texts are drafted by the drafters of their methods: ``msd``, ``text-draft``,
+    ``block`` and so on. Each may be a third party's: a name registered with
+    :func:`specmm.register`, or the object itself.
     """
 
     name: ClassVar[str] = "draft"
@@ -245,7 +245,7 @@ class Draft(Composed):
 
 
 def _class_of(drafter: Own) -> Any:
-    """The class of a ``drafter`` by name, or one of others; None where there is none."""
+    """The class of the ``drafter`` of this name, or of a third-party one; None if there is none."""
     if not isinstance(drafter, str):
         return whole(drafter)
     name = drafter.partition("(")[0].strip()
@@ -264,11 +264,11 @@ def check_rejected_weight(weight: float) -> None:
 
 
 class Methods(Registry):
-    """The methods of a ``family`` of models; one of another family is told apart from a misspelt
-    one. ``relaxes`` says whether auto may take relaxed ones of it.
+    """The methods of a ``family`` of models. Errors tell another family's method from a misspelt
+    one. ``relaxes`` says whether auto may take the family's relaxed methods.
     """
 
-    families: ClassVar[dict[str, Methods]] = {}  # that are listed
+    families: ClassVar[dict[str, Methods]] = {}  # the families listed by ``specmm methods``
 
     def __init__(
         self, family: str, kinds: Iterable[type[Any]], listed: bool = True, relaxes: bool = False
@@ -331,8 +331,8 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
 def by_hand(
     registry: Registry, method: Any, drafter: Own = None, tree: Own = None, rule: Own = None
 ) -> Any:
-    """``method`` with the ``drafter``, ``tree`` and ``rule`` that are not None in place of its own;
-    method ``draft`` with them in place of one that drafts nothing.
+    """``method`` with the given (not None) ``drafter``, ``tree`` and ``rule`` in place of its own;
+    a method that drafts nothing becomes ``draft`` with them.
 
     Raises ``ValueError`` as :func:`make`, and for models whose methods choose none of them.
     """

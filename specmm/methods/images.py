@@ -15,11 +15,10 @@ Init: TypeAlias = Literal["last", "left", "above", "random"]
 class SJD(Composed):
     """Speculative Jacobi decoding (arXiv 2410.01699): no drafter, up to ``window`` guesses a round.
 
-    Drafts are drawn from the target's own earlier distributions at these positions; exact. Where
-    there is none yet they begin, by ``init``, with the token above, with the one to the left, from
-    the last position's distribution or at random. ``coupled`` drafts change as rarely as they can
-    from round to round (MC-SJD, arXiv 2510.24211), which rules "block" and "traversal" do not
-    allow.
+    Drafts are drawn from the target's own earlier distributions at these positions; exact. At new
+    positions they begin, by ``init``, with the token above, the token to the left, the last
+    position's distribution, or at random. ``coupled`` drafts change as rarely as they can from
+    round to round (MC-SJD, arXiv 2510.24211), which rules "block" and "traversal" do not allow.
     """
 
     name: ClassVar[str] = "sjd"
@@ -38,9 +37,9 @@ class SJD(Composed):
 class GSD(Composed):
     """Grouped speculative decoding (arXiv 2508.07747): SJD's drafts, kept by groups.
 
-    A draft shares the mass of the tokens up to ``span`` ranks above and below it that are likelier
-    or less likely by less than ``gap``; with ``k``, only of those among its k nearest codes.
-    ``window``, ``init`` and ``coupled`` are SJD's.
+    A draft shares the mass of tokens at most ``span`` ranks above or below it whose probabilities
+    differ by less than ``gap``; with ``k``, only of tokens among its k nearest codes. ``window``,
+    ``init`` and ``coupled`` are SJD's.
     """
 
     name: ClassVar[str] = "gsd"
@@ -96,9 +95,9 @@ class Lantern(Composed):
     """LANTERN (arXiv 2410.03355): a token may borrow its ``k`` nearest codes' mass up to ``delta``.
 
     ``residual`` is the distribution sampled after a rejection. The default never emits an excluded
-    token; "release" reproduces the authors' code. ``drafter`` "any" is the one given when the model
-    was opened, else EAGLE's head where the model has one. ``total``, ``depth`` and ``top_k`` shape
-    its tree; a block drafter has its own.
+    token; "release" reproduces the authors' code. ``drafter`` "any" is the drafter given when the
+    model was opened, else the model's EAGLE head. ``total``, ``depth`` and ``top_k`` shape its
+    tree; a block drafter has its own.
     """
 
     name: ClassVar[str] = "lantern"
@@ -197,5 +196,5 @@ class CSpD(Declared):
 
 
 def _lantern_rule(method: Lantern | LanternPP, bounds: str) -> str:
-    """The rule by name: the release's has its own, so that certificates tell them apart."""
+    """The rule by name; the release's variant has a name of its own, for certificates."""
     return f"{method.name}{'-release' if method.residual == 'release' else ''}({bounds})"

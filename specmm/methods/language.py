@@ -53,7 +53,7 @@ class OfBlocks(Declared):
     length: int = 0
     tree: int | TreeName = 0
     recall: int = 0
-    rule: str = ""  # of a tree of fixed shape
+    rule: str = ""  # for a tree of fixed shape
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -84,8 +84,8 @@ class MSD(DrawnIfSampled):
     """MSD (Lin et al. 2025): EAGLE-2 with a drafter that treats text and picture separately.
 
     The tree has ``total`` nodes. ``sampled`` draws a static ``tree`` from recorded distributions
-    instead, which is exact, too, and keeps more at high temperatures. For targets whose layers have
-    states, which take chains only, the trees given here stand for chains as deep.
+    instead, which is exact, too, and accepts more at high temperatures. For targets whose layers
+    have states, which take chains only, trees become chains of the same depth.
     """
 
     name: ClassVar[str] = "msd"
@@ -95,10 +95,10 @@ class MSD(DrawnIfSampled):
 class MTP(DrawnIfAsked):
     """The multi-token prediction layers of the target's own checkpoint (arXiv 2412.19437).
 
-    Several layers draft in turn, the last one again and again for what is deeper (FastMTP, arXiv
-    2509.18362). Greedy decoding, and any with ``sampled`` off, verifies EAGLE-2's tree of ``total``
-    point masses; other runs draw a tree from recorded distributions. A ``tree`` given is of fixed
-    shape in both. For targets whose layers have states the trees are chains.
+    Layers draft in turn; the last layer also drafts all deeper levels (FastMTP, arXiv 2509.18362).
+    Greedy runs, and runs with ``sampled`` off, verify EAGLE-2's tree of ``total`` point masses;
+    others draw a tree from recorded distributions. A given ``tree`` has a fixed shape in both
+    cases. For targets whose layers have states the trees are chains.
     """
 
     name: ClassVar[str] = "mtp"
@@ -137,16 +137,16 @@ class PromptLookup(Declared):
     @property
     def choice(self) -> Choice:
         """Drafter, tree and rule, of image tokens."""
-        return Choice("prompt-lookup", None, "recursive", method=self)
+        return Choice("prompt-lookup", None, "matching", method=self)
 
 
 @dataclass(frozen=True)
 class Suffix(Declared):
     """Suffix decoding (arXiv 2411.04975): drafts what followed the longest earlier occurrence of
-    the latest tokens, as long as its estimated probability is at ``least`` so much.
+    the latest tokens, as long as its estimated probability is at least ``least``.
 
-    At most ``length`` tokens, longer ones after longer matches. A drafter ``EarlierAnswers`` has it
-    draft from the answers of earlier calls, too.
+    At most ``length`` tokens, longer ones after longer matches. With a drafter ``EarlierAnswers``
+    it also drafts from the answers of earlier calls.
     """
 
     name: ClassVar[str] = "suffix"

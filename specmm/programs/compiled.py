@@ -8,6 +8,7 @@ as many nodes and levels, and take as many uniforms, every round; where they bra
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import traceback
@@ -23,12 +24,12 @@ from torch._higher_order_ops.while_loop import while_loop
 from specmm.choose.threads import keep_threads
 from specmm.core.decode import Parts, Progress, one_round, verified_round
 from specmm.core.drafter import Feedback
-from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Uniforms
+from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Streams
 from specmm.core.stats import Clock
 from specmm.programs import program_cache
 from specmm.programs.batch_invariant import outside_batch_invariant
 
-PROGRAMS = 64  # of one function, by method and batch size; past them PyTorch stops compiling
+PROGRAMS = 64  # programs of one function, by method and batch size; PyTorch compiles no more
 CPU = torch.device("cpu")
 UNCOMPILED = "runs uncompiled"  # how the warning of a program that cannot be built begins
 # modules of PyTorch that trace a function, build its program or load it from files
@@ -55,11 +56,11 @@ SAME = {
 
 
 class NotCompiled(ValueError):
-    """What ``compiled=True`` asks for and there is not."""
+    """``compiled=True`` was asked for something that cannot be compiled."""
 
 
 class _Uncompiled(threading.local):
-    """Of each thread, the calls of programs that could not be built, or would be too many."""
+    """Counts the calls of each thread that ran uncompiled for want of a program."""
 
     calls = 0
 
@@ -89,6 +90,9 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
     ``device`` the calls of the program's parts are compiled as well: less time a step, twice the
     time to compile.
     """
+    # what nobody holds, as targets that PyTorch has traced: it would trace their hooks, too, which
+    # may go meanwhile
+    gc.collect()
     # a copy, since PyTorch files programs by their code object
     code, closure = function.__code__.replace(), function.__closure__
     own = types.FunctionType(
@@ -120,7 +124,7 @@ class Program:
         self.run: Callable[..., Any] = compiler(True)
 
     def __call__(self, *args: Any) -> Any:
-        """What ``function`` returns."""
+        """The result of ``function``."""
         try:
             return self._run(*args)
         except Exception as error:
@@ -158,8 +162,8 @@ class Program:
 def looped(
     going: Callable[..., Tensor], play: Callable[..., tuple[Any, ...]], state: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """``state``, tensors that share no memory with what ``play`` reads, played on while it is
-    ``going``. In a program that is one loop.
+    """The tensors ``state`` after repeated ``play`` while they are ``going``; in a program, one
+    loop. They must share no memory with other inputs of ``play``.
     """
     if torch.compiler.is_compiling():
         found: tuple[Any, ...] = while_loop(going, play, state)
@@ -170,8 +174,8 @@ def looped(
 
 
 def _of_compiling(error: Exception) -> bool:
-    """Whether ``error`` is of building or loading a program, and not of what it computes: of files
-    only where PyTorch compiles.
+    """Whether ``error`` comes from building or loading a program, not from its computation; errors
+    about files count only if PyTorch's compiler raised them.
     """
     # imported here, since it takes a second
     from torch._dynamo.exc import BackendCompilerFailed
@@ -204,10 +208,10 @@ class CompiledRound:
 
     def __init__(self, device: torch.device = CPU) -> None:
         self.program = compiled(verified_round, device)
-        self.uniforms = 0  # that a row takes in a round
+        self.uniforms = 0  # taken by a row in a round
 
     def __call__(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams, clock: Clock
     ) -> Feedback:
         """See :func:`specmm.core.decode.one_round`."""
         if feedback.result is None:
@@ -226,15 +230,15 @@ class CompiledRound:
 
 
 def _predrawn(numbers: Tensor) -> PredrawnUniforms:
-    """``numbers`` [B, L] of a larger block, in memory of their own: by itself a row keeps the
-    block's stride, and each stride is another program.
+    """``numbers`` [B, L], copied out of a larger block: a view keeps the block's stride, and each
+    stride would be another program.
     """
     return PredrawnUniforms(numbers.clone(memory_format=torch.contiguous_format))
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Make room for a program a method, its options and a batch size, and keep them for later
-    processes (:mod:`specmm.programs.program_cache`).
+    """Let PyTorch hold a program for each method, its options and batch size, and store programs
+    for later processes (:mod:`specmm.programs.program_cache`).
 
     Raises ``ValueError`` where there is no C++ compiler, which programs for a CPU need.
     """

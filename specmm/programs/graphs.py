@@ -2,9 +2,9 @@
 
 A graph runs no Python; it reads and writes the memory that it was recorded on.
 
-Of a round that memory is what target, drafter and progress declare (:mod:`specmm.core.state`), and
-a feedback and uniforms of the graph's own. A round ends by writing what the next one reads to where
-this one read it.
+A round's memory is the state that target, drafter and progress declare (:mod:`specmm.core.state`),
+with a feedback and uniforms of the graph's own. A round ends by writing the next round's inputs to
+the places where it read its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specmm.core.decode import Parts, Play, Progress, one_round
 from specmm.core.drafter import Feedback
-from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Uniforms
+from specmm.core.randomness import CountedUniforms, PredrawnUniforms, Streams
 from specmm.core.state import Slot, slots_of
 from specmm.core.stats import Clock
 from specmm.programs.compiled import CPU, CompiledRound, count_uncompiled, prepare_compiler
@@ -30,11 +30,12 @@ TRIES = 6  # rounds that may be unlike the one before, or fail to be recorded, u
 
 
 class NotRecorded(Exception):
-    """A round that no graph can be made of."""
+    """A round that cannot be recorded as a graph."""
 
 
 def record_on_gpu(function: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
-    """``function``, which does not run, as what replays it on the GPU; see :func:`shared_pool`.
+    """Record ``function`` without running it; returns the function that replays it on the GPU. See
+    :func:`shared_pool` for ``pool``.
 
     Graphs share the stream of recording, to which cuBLAS's working memory belongs.
     (``torch.cuda.graph`` also collects garbage and empties PyTorch's cache, which takes longer than
@@ -60,7 +61,7 @@ def record_on_gpu(function: Callable[[], None], pool: Pool | None = None) -> Cal
 
 
 def shared_pool(device: torch.device) -> Pool | None:
-    """Memory for what graphs compute on the way, if they are replayed one after another only."""
+    """Memory for the intermediate results of graphs that are only replayed one after another."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
@@ -81,9 +82,9 @@ def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 class RecordedRound:
-    """The round after ``feedback``, recorded, and whatever run plays rounds like it.
+    """The recorded round after ``feedback``, for every run with rounds like it.
 
-    Raises :class:`NotRecorded`, or what recording raises.
+    Raises :class:`NotRecorded`, or errors of recording.
     """
 
     def __init__(
@@ -123,8 +124,8 @@ class RecordedRound:
         self.done = done
 
     def serves(self, parts: Parts, feedback: Feedback, progress: Progress) -> bool:
-        """Whether the round after ``feedback`` is like the recorded one; then what it reads is in
-        the graph's memory now.
+        """Whether the round after ``feedback`` is like the recorded one; if so, its inputs are
+        copied into the graph's memory.
         """
         given = feedback.tensors()
         now = _state(parts, progress)
@@ -145,8 +146,8 @@ class RecordedRound:
         self.slots = [b._replace(tensor=a.tensor) for a, b in zip(self.slots, now, strict=True)]
         return True
 
-    def play(self, uniforms: Uniforms) -> Feedback:
-        """The round; its feedback is overwritten by the next one's."""
+    def play(self, uniforms: Streams) -> Feedback:
+        """Replay the round; its feedback is overwritten by the next round's."""
         self.numbers.copy_(uniforms.draw(self.numbers.shape[1]))
         self.replay()
         return self.done.held(self.given)
@@ -175,10 +176,10 @@ class GraphRound:
         self.failed = False
         self.tries = 0
         self.last: object = None  # the form of the round before
-        self.uniforms = 0  # that a row took in it
+        self.uniforms = 0  # taken by a row in it
 
     def __call__(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams, clock: Clock
     ) -> Feedback:
         """See :func:`specmm.core.decode.one_round`."""
         if feedback.result is None:
@@ -200,7 +201,7 @@ class GraphRound:
         return self._as_it_is(parts, feedback, progress, uniforms, clock)
 
     def _as_it_is(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms, clock: Clock
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams, clock: Clock
     ) -> Feedback:
         counted = CountedUniforms(uniforms)
         done = one_round(parts, feedback, progress, counted, clock)
@@ -208,7 +209,7 @@ class GraphRound:
         return done
 
     def _try_to_record(
-        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Uniforms
+        self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams
     ) -> RecordedRound | None:
         """The round, recorded, if it is like the one before."""
         given = feedback.tensors()
@@ -232,7 +233,8 @@ class GraphRound:
 class Graph:
     """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
 
-    Where nothing is captured it is just called. Results are copies. ``pool`` is another's memory.
+    Without a GPU the function is just called. Results are copies. ``pool`` is another graph's
+    memory.
     """
 
     def __init__(
@@ -245,7 +247,7 @@ class Graph:
 
     @property
     def held(self) -> int:
-        """Bytes of the memory into which what is given is copied."""
+        """Bytes of the memory into which inputs are copied."""
         return sum(x.nbytes for x in self.inputs)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -254,7 +256,7 @@ class Graph:
             return self.function(*inputs)
         if self.replay is None:
             self.inputs = [x.clone() for x in inputs]
-            self.function(*self.inputs)  # what is made once is made
+            self.function(*self.inputs)  # makes everything that is made once
             self.replay = record_on_gpu(self._run, self.pool)
         else:
             copy_all(self.inputs, list(inputs))
@@ -288,7 +290,7 @@ def captures(device: torch.device) -> bool:
 
 
 def prepare_programs(device: torch.device) -> None:
-    """What must be before there are programs on ``device``; raises ``ValueError`` as
+    """Prepare for programs on ``device``; raises ``ValueError`` as
     :func:`specmm.programs.compiled.prepare_compiler` does.
     """
     if not captures(device):
@@ -296,5 +298,5 @@ def prepare_programs(device: torch.device) -> None:
 
 
 def round_program(device: torch.device = CPU) -> Play:
-    """What plays rounds as programs on ``device``."""
+    """The player of rounds as programs on ``device``."""
     return GraphRound() if captures(device) else CompiledRound(device)

@@ -73,7 +73,7 @@ def use() -> None:
 
 
 def used() -> Path | None:
-    """The folder that programs of this process are kept in, None where they are not."""
+    """The folder in which this process's programs are stored; None if they are not."""
     # imported here, since it takes a moment
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -89,8 +89,8 @@ def leave(error: BaseException) -> None:
     # imported here, since it takes a moment
     from torch._inductor.utils import clear_caches
 
-    warn(f"{type(error).__name__}: {first_line(error)}")
-    clear_caches()  # of what it has read from the old one
+    warn(first_line(error))
+    clear_caches()  # programs read from the old folder
     try:
         place = tempfile.mkdtemp(prefix="specmm-programs-")
     except OSError:  # no room there, either: what fails again runs uncompiled
@@ -100,12 +100,13 @@ def leave(error: BaseException) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what ``error`` says, or its name where it says nothing."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    """The type and first line of ``error``, or of the error within one of PyTorch's compiler."""
+    inner = getattr(error, "inner_exception", error)
+    return f"{type(inner).__name__}: {str(inner).strip()}".partition("\n")[0].rstrip(": ")
 
 
 def warn(why: str) -> None:
-    """Say that programs are not kept, and ``why``; once in a process."""
+    """Warn, once in a process, that programs are not stored, and ``why``."""
     if not said:
         said.append(why)
         warnings.warn(

@@ -1,5 +1,5 @@
-"""Answers that the target itself gives to the questions of chats, which a drafter of it learns
-best: made by its fastest method, in batches, and kept.
+"""The target's own answers to the questions of chats, from which its drafter learns best: made by
+the fastest method, in batches, and stored.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from specmm.loading.checkpoints import read_json
 from specmm.loading.files import writable, write_whole
 from specmm.recipes.training.drawn_rows import made_by
 
-TEMPERATURES = (0.0, 1.0)  # of answers, by question
+TEMPERATURES = (0.0, 1.0)  # by question, in turn
 AT_ONCE = 32  # questions answered together
 
 
 def answered(
     pipe: Any, reader: ChatReader, chats: Sequence[Chat], share: float, longest: int, out: Path
 ) -> Iterator[Chat]:
-    """``chats``, a ``share`` of them, chosen by their questions, with all answers by ``pipe``, of
-    at most ``longest`` tokens.
+    """A ``share`` of ``chats``, chosen by their questions, with all answers replaced by ``pipe``'s,
+    of at most ``longest`` tokens.
 
-    Kept in ``out`` batch by batch, by all that made them, so that an interrupted run continues.
+    Answers are stored in ``out`` batch by batch, under a key of everything they depend on, so that
+    an interrupted run continues.
     """
     facts = (longest, TEMPERATURES, *reader.facts())
     kept = writable(out / "answers" / made_by(pipe.model, *facts))
@@ -57,14 +58,14 @@ def answered(
 
 
 def _turns(chat: Chat) -> list[int]:
-    """The messages that are answered: those of the assistant that no tool answers in turn."""
+    """The assistant's messages that are replaced: those that no tool's message follows."""
     roles = [message["role"] for message in chat.messages]
     pairs = zip(roles, [*roles[1:], ""], strict=True)
     return [i for i, pair in enumerate(pairs) if pair[0] == "assistant" and pair[1] != "tool"]
 
 
 def _learnable(reader: ChatReader, chat: Chat, texts: Sequence[str]) -> Chat:
-    """``chat`` with ``texts`` as its answers, or as it is where nothing can be learnt from them."""
+    """``chat`` with ``texts`` as its answers, or unchanged if nothing can be learnt from them."""
     found = _said(chat, texts)
     try:
         return replace(found, length=reader.check(found))

@@ -1,5 +1,5 @@
-"""What drafters learn from of chats: all are looked through first, those that cannot be used are
-set aside, some are held out, and the others lie on the disk.
+"""Chats as training data: all are checked first, unusable ones are set aside, some are held out,
+and the others are stored on the disk.
 
 Shape letters: B chats of a batch, L tokens.
 """
@@ -41,8 +41,8 @@ SHOWN = 4000  # characters of the chat that is shown before a training
 
 @dataclass(frozen=True)
 class Opening:
-    """What data are opened for: a model that reads chats by ``reader``, the ``target`` itself,
-    which is slow to load, and settings of a recipe.
+    """The purpose for which data are opened: a model that reads chats by ``reader``, the ``target``
+    itself (loaded when needed), and settings of a recipe.
     """
 
     reader: ChatReader
@@ -55,10 +55,10 @@ class Opening:
 
 @dataclass(frozen=True)
 class Conversations:
-    """``rows`` gives at most so many chats to learn from (None: all), ``draw`` the one of a number
-    among those with something to see or among the others; there are the ``sorts``. ``read`` makes
-    a batch of them, as ``reader`` does of chats; ``prompts`` gives so many questions that were held
-    out, as another reader reads them edited, if these are given.
+    """``rows`` returns up to a number of chats to learn from (None: all), ``draw`` a chat by its
+    number among the chats with or without pictures; ``sorts`` tells which of the two exist.
+    ``read`` makes a batch of chats by ``reader``; ``prompts`` returns a number of held-out
+    questions, optionally read by another reader after an edit.
     """
 
     rows: Callable[[int | None], Sequence[Any]]
@@ -70,7 +70,7 @@ class Conversations:
 
 
 class Spool(Sequence[Chat]):
-    """Chats in a file of ``folder`` that ends with this, with the pictures that no file holds."""
+    """Chats in a temporary file of ``folder``, with pictures that have no file of their own."""
 
     def __init__(self, folder: Path) -> None:
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
@@ -97,10 +97,10 @@ class Spool(Sequence[Chat]):
 
 
 def conversations(places: Sequence[str], opening: Opening) -> Conversations:
-    """Those in files and folders ``places``: the chats of each epoch come in another order.
+    """The chats in files and folders ``places``; each epoch has another order.
 
-    Copies of a question, whatever their answers, are all learnt from or all held out. Raises
-    ``ValueError`` where there are not two different ones that can be used.
+    Chats with the same question are either all learnt from or all held out. Raises ``ValueError``
+    without two usable chats that differ.
     """
     chats, keys, seen = _spooled(places, opening)
     different = sorted(set(keys))
@@ -151,12 +151,12 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
 
 
 def _tell(text: str) -> None:
-    if not rank()[0]:  # one of several processes says it
+    if not rank()[0]:  # only the first of several processes prints it
         tqdm.write(text, file=sys.stderr)
 
 
 def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int], bytearray]:
-    """The chats that can be used, each one's key, and which show something."""
+    """The usable chats, the key of each, and whether it has pictures or videos."""
     chats, keys, seen = Spool(opening.out), array("Q"), bytearray()
     aside: dict[str, list[Any]] = {}
     rows = rows_of(places)
@@ -181,7 +181,7 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
 
 
 def _looked_through(rows: Iterator[Any], unanswered: bool) -> Iterator[Chat | Unusable]:
-    """Every row's chat, what it shows looked at, or what is wrong with it."""
+    """Every row's chat with its pictures and videos checked, or the error."""
     look = partial(_looked, unanswered=unanswered)
     with ThreadPoolExecutor() as pool:
         while part := list(islice(rows, TOGETHER)):
@@ -202,7 +202,7 @@ def _looked(row: tuple[Any, Path, str], unanswered: bool) -> Chat | Unusable:
 
 
 def _played(source: Any) -> Any:
-    """A video that can be opened."""
+    """The video ``source``, after checking that it can be opened."""
     if not isinstance(source, str) or not Path(source).exists():
         raise Unusable(f"no video at {source if isinstance(source, str) else 'bytes'}", "no video")
     try:
@@ -213,7 +213,7 @@ def _played(source: Any) -> Any:
 
 
 def _seen(source: Any) -> tuple[Any, tuple[int, int]]:
-    """A picture that can be opened, as its bytes where the network holds it, and its size."""
+    """A picture that was checked to open (a remote one as its bytes), and its size."""
     far = isinstance(source, str) and OF_PICTURES.match(source)
     try:
         found = fetched(source) if far else source

@@ -140,7 +140,7 @@ def deer_loss(
     drawn = Anchors.draw(data.learnt, anchors, drafter.block, masks, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     hidden, weights = _hide(rows, anchors, masks, generator, filling, alpha)
-    places = drawn.after(masks, 1)  # of the blocks' own positions [B, A, K - 1]
+    places = drawn.after(masks, 1)  # the blocks' own positions [B, A, K - 1]
     true = tokens.gather(1, places.flatten(1).to(device)).view(places.shape)
     ids = torch.where(hidden.to(device), drafter.mask, true)
     present = None if filling else weights > 0
@@ -161,7 +161,7 @@ def deer_loss(
 def _hide(
     rows: int, anchors: int, masks: int, generator: torch.Generator, filling: bool, alpha: float
 ) -> tuple[Tensor, Tensor]:
-    """Which positions [B, A, K - 1] are masks, and how much each counts."""
+    """The mask [B, A, K - 1] of hidden positions, and the weight of each."""
     shape = (rows, anchors, masks)
     if filling:
         share = torch.rand(rows, anchors, 1, generator=generator).clamp(min=0.1)

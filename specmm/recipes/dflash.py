@@ -124,7 +124,7 @@ def build_block(
         spread(model, sizes)
         if model.markov is not None:
             model.markov.before.weight.data.normal_(0, sizes.initializer_range)
-            model.markov.after.weight.data.zero_()  # it adds nothing yet
+            model.markov.after.weight.data.zero_()  # the table adds nothing at first
         if model.recurrent is not None:
             silence(model.recurrent)
     if ids is not None:

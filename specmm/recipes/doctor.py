@@ -1,7 +1,7 @@
-"""Why few drafts are kept: a drafter beside its target's own answers, read as it is and in each way
-in which its interface is commonly taken wrongly, and asked as its template asks and otherwise.
+"""Diagnoses low acceptance: a drafter is compared with its target's own answers, as it is and under
+each common misreading of its interface, and with prompts in the template's form and in others.
 
-What a change gives is what the drafter accepts more.
+The value of a change is the gain in acceptance.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from specmm.text.pipeline import TextPipeline
 
 T = TypeVar("T")
 WORTH = 1.02  # times as many tokens a round: less is no reason to change anything
-METHODS = ("eagle3", "msd", "block", "mtp")  # of drafters that read the target's states
+METHODS = ("eagle3", "msd", "block", "mtp")  # methods whose drafters read the target's states
 SYSTEM = "You are a helpful assistant."
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A drafter as it is, and the ``changes``, the best first: by tokens a round at temperature 1,
-    of which few answers tell more than of greedy chains. ``asked`` is what it is where questions
-    are asked otherwise, by how.
+    """Acceptance of the drafter's ``own`` reading and under ``changes``, the best first by tokens a
+    round at temperature 1, which few answers estimate better than those of greedy chains. ``asked``
+    holds the results for other forms of the prompts, by form.
     """
 
     own: Followed
@@ -62,12 +62,12 @@ class Diagnosis:
 
     @property
     def best(self) -> tuple[Change, Followed] | None:
-        """The one change that is worth it; None where none is."""
+        """The best change if it is worth making, else None."""
         return self._worth(self.changes)
 
     @property
     def better_asked(self) -> tuple[str, Followed] | None:
-        """How questions are asked of which it keeps most, if that is worth it."""
+        """The form of prompts with the highest acceptance, if it is worth changing to."""
         return self._worth(self.asked)
 
     def _worth(self, tried: Sequence[tuple[T, Followed]]) -> tuple[T, Followed] | None:
@@ -76,7 +76,7 @@ class Diagnosis:
 
 
 def diagnose(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Diagnosis:
-    """What is kept of the drafts of a drafter taken by ``reading``, and under each change."""
+    """The acceptance of a drafter under ``reading``, and under each change of it."""
     own = followed(seen, reading, depth)
     tried = [(change, followed(seen, change.reading, depth)) for change in changes(reading, seen)]
     return Diagnosis(own, sorted(tried, key=lambda pair: -pair[1].sampled))
@@ -93,7 +93,7 @@ class Examined:
     questions: Questions
 
     def diagnosis(self) -> Diagnosis:
-        """Why few drafts are kept."""
+        """The diagnosis of low acceptance."""
         own = self._seen(self.questions.prompt)
         reading = reading_of(self.network, own.target)
         others = [
@@ -103,7 +103,7 @@ class Examined:
         return replace(diagnose(own, reading), asked=others)
 
     def trace(self, temperature: float) -> Trace:
-        """What is kept of its drafts at a ``temperature``."""
+        """The acceptance of its drafts at a ``temperature``, as a trace."""
         seen = self._seen(self.questions.prompt, temperature)
         facts = {
             "specmm": __version__,
@@ -121,8 +121,8 @@ class Examined:
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions that are not trained on, as one ``prompt``, and the tokens that ``ends`` answers;
-    ``others`` are the same, asked otherwise, by how.
+    """Held-out questions as one ``prompt``, and the tokens that end answers, ``ends``; ``others``
+    are the same questions in other forms, by form.
     """
 
     prompt: VLMPrompt
@@ -190,9 +190,7 @@ def asked(
 
 
 def _otherwise(opened: Conversations, count: int) -> Iterator[tuple[str, VLMPrompt]]:
-    """The first ``count`` questions that are held out, asked otherwise than the chats and the
-    template have it.
-    """
+    """The first ``count`` held-out questions in other forms than the chats' and the template's."""
     reader = opened.reader
     ways: list[tuple[str, ChatReader, Callable[[Chat], Chat]]] = [
         ("without a system prompt", reader, lambda chat: with_system(chat, "")),
@@ -211,7 +209,7 @@ def _otherwise(opened: Conversations, count: int) -> Iterator[tuple[str, VLMProm
 
 
 def with_system(chat: Chat, text: str) -> Chat:
-    """``chat`` after the system prompt ``text`` alone; after none where that is empty."""
+    """``chat`` with the system prompt ``text`` for its own; without one if that is empty."""
     others = [message for message in chat.messages if message["role"] != "system"]
     told = {"role": "system", "content": [{"type": "text", "text": text}]}
     return replace(chat, messages=[*([told] if text else []), *others])

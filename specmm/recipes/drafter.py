@@ -150,8 +150,8 @@ def _layers(text: str, count: int) -> tuple[int, ...]:
 def _examples(
     model: Path, data: Open, out: Path, count: int, cfg: float | None, seed: int
 ) -> tuple[Any, Any, Any]:
-    """The target, tokens [M, 2, T] and labels [M]: the data's, if any, then so many, ``count``,
-    that the target draws.
+    """The target, tokens [M, 2, T] and labels [M]: those of the data, if any, followed by ``count``
+    pictures that the target draws.
     """
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
     side = round(target.config.block_size**0.5) * vq.config.downsampling
@@ -196,8 +196,8 @@ def _draw(
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
-    """Measure what is accepted by level and rank at the model's sampling, and the tau of methods
-    without a drafter, and write it where method auto reads it.
+    """Measure the acceptance by level and rank under the model's sampling, and the tau of methods
+    without a drafter, and write both where method auto reads them.
     """
     settings = read_settings(LlamaGenSettings, model)
     processor = Processor(settings.temperature, settings.top_k, settings.top_p)
@@ -223,8 +223,8 @@ def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
 
 
 def kept_tokens(vq: Any, images: Any, file: Path, encode: Callable[[], Any]) -> Any:
-    """What ``encode`` makes of ``images`` (an array) by the tokenizer ``vq``; ``file`` keeps it as
-    long as both are the same.
+    """The tokens that ``encode`` makes of ``images`` (an array) with the tokenizer ``vq``, stored
+    in ``file`` and reused while both stay the same.
     """
     weights = b"".join(v.detach().float().numpy().tobytes() for v in vq.state_dict().values())
     vq.eval()
@@ -233,7 +233,7 @@ def kept_tokens(vq: Any, images: Any, file: Path, encode: Callable[[], Any]) -> 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the target reads of pictures: their ``tokens`` [B, T], the ``logits`` [B, T, V] of each,
+    """The target's states on pictures: their ``tokens`` [B, T], the ``logits`` [B, T, V] of each,
     the ``hidden`` states [B, T, C · (1 + F)] that these were scored from, and the tokens'
     ``embedded`` inputs [B, T, C].
     """
@@ -246,7 +246,7 @@ class Seen:
 
 @torch.no_grad()
 def seen_by(target: Transformer, labels: Tensor, tokens: Tensor, aux_layers: Sequence[int]) -> Seen:
-    """What a LlamaGen reads of ``tokens`` [B, T] of ``labels`` [B]."""
+    """A LlamaGen's states on ``tokens`` [B, T] of ``labels`` [B]."""
     # position i predicts token i
     logits, hidden = target(target.embed(labels, tokens[:, :-1]), aux_layers=aux_layers)
     return Seen(tokens, logits, hidden, target.tok_embeddings(tokens))
@@ -314,8 +314,8 @@ def _learn(
     dropout: float,
     seed: int,
 ) -> None:
-    """Train ``head`` by the ``loss`` of classes [B], pictures [B, T] and what is ``drawn`` for
-    each; a share ``dropout`` of the pictures is shown without its class.
+    """Train ``head`` by the ``loss`` of classes [B], pictures [B, T] and random numbers ``drawn``
+    for each batch; a share ``dropout`` of the pictures is shown without its class.
     """
 
     def step(i: int) -> Losses:
@@ -346,9 +346,10 @@ def start_from(drafter: BlockHead, norm: Tensor) -> None:
 def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     """Make ``drafter`` begin as ``other``.
 
-    What this lacks of its feed-forward layers' units adds nothing yet. Further levels ask as its
-    last one, which knows its place by the cell alone. Raises ``ValueError`` where the two differ in
-    layers or auxiliary layers, and for levels and units that the drafter lacks.
+    Units of feed-forward layers that ``other`` lacks contribute nothing at first. Further levels
+    begin with the query of its last level, whose place is known from the cell alone. Raises
+    ``ValueError`` where the two differ in layers or auxiliary layers, and for levels and units that
+    the drafter lacks.
     """
     config = drafter.config
     begun = other.config
@@ -412,7 +413,7 @@ def block_loss(
 def measure_acceptance(
     head: BlockHead, target: LlamaGenTarget, prompt: Any, seeds: Sequence[int]
 ) -> tuple[tuple[float, ...], ...]:
-    """How often the block drafter's child of a level and rank is the one kept, over one batch of
+    """How often the block drafter's child of each level and rank is accepted, over one batch of
     pictures, one seed each, under exact decoding.
     """
     shape = spine(WIDEST[: head.config.levels], target.device)
@@ -423,7 +424,7 @@ def measure_acceptance(
     return counter.table()
 
 
-PROBS_WEIGHT = 0.1  # of EAGLE's loss of distributions beside its SmoothL1
+PROBS_WEIGHT = 0.1  # the weight of EAGLE's loss of distributions beside its SmoothL1
 
 
 def train_eagle(

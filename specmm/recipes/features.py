@@ -2,8 +2,8 @@
 2503.01840; ``eagle3``) and a target's own MTP layers (FastMTP, arXiv 2509.18362; ``mtp``).
 
 In step k of a rollout every slot reads the state that step k - 1 predicted for its place, and
-attends what it will when it drafts: the target's states of the text before the root, and the slots
-of the drafts since. All slots are rolled out at once.
+attends to the same slots as in drafting: the target's states of the text before the root, and the
+slots of the drafts after it. All slots are rolled out at once.
 
 Shape letters: B batch, L positions, M slots that count, F layers read, C width, v the head's
 vocabulary.
@@ -36,7 +36,7 @@ from specmm.recipes.settings import Targeted
 from specmm.recipes.source import Source
 from specmm.recipes.training.seen import Seen
 
-CLIP = 0.5  # of gradients
+CLIP = 0.5  # the norm at which gradients are clipped
 RATE = 2.0  # over its width, a head's learning rate: 5e-4 at 4,096, too little for small ones
 DECAY = 0.8  # a step of the rollout counts this share of the one before
 
@@ -70,7 +70,7 @@ def eagle3(
 
 
 def head_rate(head: Eagle3Head) -> float:
-    """The learning rate of a ``head`` where none is given."""
+    """The default learning rate for a ``head``."""
     return RATE / int(head.config.sizes.hidden_size)
 
 
@@ -92,8 +92,8 @@ def mtp(
 def _loss(
     rolled: Rolled, output: Head, rollout: int, slots: int, loss: str
 ) -> Callable[[Seen, int], Losses]:
-    """That of what was seen in a step. At most so many ``slots`` count in it (0: all), drawn at
-    random: a large vocabulary costs more than the layers.
+    """The loss of a step as a function of the target's states. At most ``slots`` random slots count
+    (0: all): a large vocabulary costs more than the layers.
     """
 
     def found(seen: Seen, step: int) -> Losses:
@@ -106,12 +106,12 @@ def _loss(
 
 @dataclass(frozen=True)
 class RolledEagle3:
-    """An EAGLE-3 ``head`` as it is trained."""
+    """An EAGLE-3 ``head`` in training."""
 
     head: Eagle3Head
 
     def begin(self, seen: Seen) -> Tensor:
-        """The states [B, L, C] that the first step reads of what was ``seen``."""
+        """The states [B, L, C] that the first step reads, from the target's ``seen``."""
         return self.head.mixed(seen.context)
 
     def logits(self, states: Tensor) -> Tensor:
@@ -131,10 +131,10 @@ class RolledEagle3:
 
 
 class RolledMtp:
-    """The MTP ``layers`` of ``target`` as they are trained; methods as of :class:`RolledEagle3`.
+    """The MTP ``layers`` of ``target`` in training; methods as in :class:`RolledEagle3`.
 
-    A single layer reads its own predictions again and again. Of several each drafts one token: its
-    slots read what the layer before predicted, and attend its own slots of the text before. Raises
+    A single layer reads its own predictions in every step. With several, each drafts one token: its
+    slots read the predictions of the layer before, and attend to its own slots of the text. Raises
     ``ValueError`` for a ``rollout`` of more steps than such layers, and for layers that attend a
     window.
     """
@@ -152,7 +152,7 @@ class RolledMtp:
         self.target = target
 
     def begin(self, seen: Seen) -> Tensor:
-        """The target's own states as they are."""
+        """The target's own states."""
         return seen.context
 
     def advance(self, step: int, embeddings: Tensor, hidden: Tensor, past: DynamicCache) -> Tensor:
@@ -172,7 +172,7 @@ class RolledMtp:
         return model.shared_post_norm(found) if model.use_shared_post_norm else found
 
     def logits(self, states: Tensor) -> Tensor:
-        """The target's."""
+        """The target's logits [..., V] of ``states`` [..., C]."""
         return self.target.family.logits(states)
 
 
@@ -246,8 +246,8 @@ def rollout_loss(
     """The ``loss`` between the target's distributions over the drafter's tokens and the drafts of
     all steps.
 
-    Beside it the overlaps Σ min(p, q) of the first and of the last step, with which a draft there
-    is accepted.
+    Also returns the overlaps Σ min(p, q) of the first and the last step: the probabilities that
+    their drafts are accepted.
     """
     past = DynamicCache()
     hidden = rolled.begin(seen)

@@ -26,7 +26,7 @@ from specmm.core.decode import EndTokens, decode_plain
 from specmm.core.drafter import DrafterVocabulary
 from specmm.core.processors import Processor
 from specmm.core.randomness import categorical
-from specmm.core.sorting import largest
+from specmm.core.sorting import largest, likeliest
 from specmm.core.tree import TreeShape
 from specmm.diffusion_drafters.models.dflash import DFlash
 from specmm.diffusion_drafters.models.dflash_config import Reach
@@ -43,14 +43,14 @@ from specmm.recipes.training.blocks import Anchors
 
 DEPTH = 5  # drafts of a chain
 RANKS = 6  # drafts of a token that are traced
-LEVELS = 8  # of them
+LEVELS = 8  # levels that are traced
 CACHED = 64  # roots whose distributions fit a processor's cache
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a target read and thought: ``tokens`` [B, L] and their ``embeddings`` [B, L, C], of
-    which ``image`` [B, L] are pictures', the outputs of all its ``layers`` and the last states
+    """A target's states on its answers: ``tokens`` [B, L] and their ``embeddings`` [B, L, C], of
+    which ``image`` [B, L] belong to pictures, the outputs of all its ``layers`` and the last states
     ``hidden`` [B, L, C], where its answers ``begin`` [B], how ``long`` they are [B], and the
     ``probs`` [B, L, V] of the next token: those that answers were drawn from, or at temperature 1.
     """
@@ -68,7 +68,7 @@ class Evidence:
 
     @property
     def place(self) -> Tensor:
-        """Of each slot, from 0, [1, L]."""
+        """The place of each slot, from 0: [1, L]."""
         return torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
 
     @property
@@ -95,8 +95,8 @@ class Evidence:
 def evidence(
     model: Any, prompt: VLMPrompt, ends: Sequence[int], temperature: float = 0.0
 ) -> Evidence:
-    """What ``model`` answers to ``prompt`` at a ``temperature``, until ``ends``, and what it thinks
-    by it.
+    """The answers of ``model`` to ``prompt`` at a ``temperature``, until ``ends``, with its states
+    and distributions on them.
     """
     target = VLMTarget(model, Processor(temperature), "target")
     given, prompt = prompt, prompt.to(target.device, target.dtype)
@@ -130,9 +130,9 @@ def evidence(
 
 @dataclass(frozen=True)
 class Reading:
-    """How a drafter is taken: its ``network``, the target's ``layers`` whose outputs it reads
-    (none: the last states; these ``normed`` or not: None as they are), of a token so many places
-    ``late``, of the tokens ``ids`` [v] (None: all).
+    """A way to read a drafter's interface: its ``network``, the target's ``layers`` whose outputs
+    it reads (none: the last states; ``normed`` or not, None: unchanged), the places by which tokens
+    are shifted (``late``), and the ids [v] of its tokens (None: all).
     """
 
     network: Any
@@ -142,14 +142,13 @@ class Reading:
     late: int = 0
 
     def drafted(self, seen: Evidence, depth: int) -> Iterator[Tensor]:
-        """Logits [B, L, v] of the drafts of each depth, of as many as it has and at most ``depth``,
-        at the slot of the token before the one before them: those of root slot r at depth k stand
-        at r + k.
+        """Yields logits [B, L, v] of the drafts at each depth, up to ``depth`` or the drafter's own
+        depth: the draft of root slot r at depth k is at slot r + k.
         """
         raise NotImplementedError
 
     def states(self, seen: Evidence) -> Tensor:
-        """What is read of the target [B, L, C or F·C]."""
+        """The target's states [B, L, C or F·C] that the drafter reads."""
         norm = final_norm(seen.target)
         if self.layers:
             each = [self._layer(seen, i) for i in self.layers]
@@ -197,7 +196,7 @@ class HeadReading(Reading):
             slots.append(network.slots(following, before, step + 1))
 
     def _read(self, seen: Evidence) -> Tensor:
-        """What is read of prompts and of their answers [B, L, C]."""
+        """The states of prompts and answers [B, L, C] that the head reads."""
         said = self.network.embed(seen.tokens.clamp(max=seen.probs.shape[-1] - 1))
         asked = self.network.prompt_embeddings(seen.tokens, seen.embeddings)
         return torch.where((seen.place >= seen.begin[:, None])[..., None], said, asked)
@@ -245,7 +244,7 @@ class BlockReading(Reading):
         return seen.hidden if last and self.normed is None else seen.layers[number]
 
     def _network(self) -> DFlash:
-        """The network with the tokens that it is taken to draft."""
+        """The network with the tokens that this reading has it draft."""
         own = self.network.ids
         if self.ids is None or own is None or torch.equal(self.ids, own):
             return self.network
@@ -259,8 +258,8 @@ class BlockReading(Reading):
 
 @dataclass(frozen=True)
 class LayerReading(Reading):
-    """MTP layers, of which each drafts at its depth and the last one below, too. If they hand on
-    their states unnormed, ``norms`` are for the head.
+    """MTP layers: each drafts at its depth, and the last one at all deeper levels, too. If they
+    pass on unnormed states, ``norms`` are applied before the head.
     """
 
     network: MtpLayers
@@ -289,10 +288,10 @@ class LayerReading(Reading):
 
 
 def reading_of(network: Any, target: VLMTarget) -> HeadReading | BlockReading | LayerReading:
-    """``network``, as :func:`specmm.hf.drafters.drafting.load_drafter` finds it, as it drafts for
-    ``target``.
+    """The usual reading of ``network`` (a result of
+    :func:`specmm.hf.drafters.drafting.load_drafter`) for ``target``.
 
-    Raises ``ValueError`` where it does not fit, and for what cannot be followed.
+    Raises ``ValueError`` if it does not fit, and for drafters that cannot be followed.
     """
     if isinstance(network, MtpLayers):
         return LayerReading(network, (), None)
@@ -311,8 +310,8 @@ def reading_of(network: Any, target: VLMTarget) -> HeadReading | BlockReading | 
 
 @dataclass(frozen=True)
 class Followed:
-    """Of each slot's draft at each depth, whether it is the target's own ``token`` [D, B, L], and
-    the overlap Σ min(p, q) with the target's distribution [D, B, L].
+    """For each slot's draft at each depth: whether it is the target's own token, ``token`` [D, B,
+    L], and the ``overlap`` Σ min(p, q) with the target's distribution [D, B, L].
     """
 
     seen: Evidence
@@ -332,7 +331,7 @@ class Followed:
 
     @property
     def by_depth(self) -> list[float]:
-        """How often a draft is kept at each depth, those before it kept."""
+        """How often a draft at each depth is accepted, given that those before it are."""
         kept = self.seen.chains(self.token.float()).cumprod(1)
         tried = F.pad(kept[:, :-1], (1, 0), value=1.0) * self._there
         found: list[float] = (kept.sum(0) / tried.sum(0).clamp(min=1)).tolist()
@@ -344,7 +343,7 @@ class Followed:
         return self.seen.chains(torch.ones_like(self.overlap))
 
     def parts(self) -> dict[str, float]:
-        """How often the first draft is kept, by what it is of."""
+        """How often the first draft is accepted, by the part of the text that it belongs to."""
         place, roots = self.seen.place.expand_as(self.token[0]), self.seen.roots
         begins = place < self.seen.begin[:, None]  # the root is an answer's first token
         middle = place[roots].float().median()
@@ -361,14 +360,14 @@ class Followed:
 
 @torch.inference_mode()
 def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
-    """The chains of a drafter taken by ``reading``, from every token of the answers."""
-    probs = seen.probs.roll(-1, 1)  # of the token that a slot's first draft is of
-    wanted = probs.argmax(-1)
+    """The chains of a drafter under ``reading``, from every token of the answers."""
+    probs = seen.probs.roll(-1, 1)  # distributions of the token of a slot's first draft
+    wanted = likeliest(probs)
     ids = reading.ids
     own = probs if ids is None else probs[..., ids]
     tokens, overlaps = [], []
     for logits in reading.drafted(seen, depth):
-        best = logits.argmax(-1)
+        best = likeliest(logits)
         tokens.append((best if ids is None else ids[best]) == wanted)
         overlaps.append(torch.minimum(own, logits.softmax(-1)).sum(-1))
     return Followed(seen, torch.stack(tokens), torch.stack(overlaps))
@@ -376,8 +375,8 @@ def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
 
 @torch.inference_mode()
 def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = LEVELS) -> Trace:
-    """What is kept of the drafts by rank: of the likeliest tokens where answers are greedy, of
-    those drawn without replacement elsewhere, verified one after the other.
+    """The acceptance of drafts by rank: of the likeliest tokens for greedy answers, else of drafts
+    drawn without replacement and verified in turn.
     """
     vocabulary = DrafterVocabulary(seen.probs.shape[-1], reading.ids)
     ranks = min(RANKS, vocabulary.count)
@@ -404,17 +403,17 @@ def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = 
 
 
 def traced(seen: Evidence, kept: Tensor, facts: dict[str, Any]) -> Trace:
-    """The trace of chances ``kept`` [D, B, L, K] by slot."""
+    """The trace of acceptance probabilities ``kept`` [D, B, L, K] by slot."""
     counts = (seen.roots.sum(1).cpu(), seen.begin.cpu())
     return Trace(seen.chains(kept.float()).cpu(), *counts, facts)
 
 
 def chances(p: Tensor, q: Tensor, given: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
-    """The chance [R, K] that the draft of each rank is the one kept, where the next token is
+    """The probability [R, K] that the draft of each rank is accepted, if the next token is
     ``given`` [R], drawn from ``p`` [R, V], and drafts are drawn from ``q`` [R, V] without
-    replacement and verified one after the other (:class:`specmm.verify.Recursive`).
+    replacement and verified in turn (:class:`specmm.verify.Recursive`).
 
-    Means over the drafts that are refused, of which one is drawn each time: unbiased.
+    An unbiased estimate: the rejected drafts are averaged over by drawing one each time.
     """
     at = given[:, None]
     whole = p.gather(1, at).clamp(min=1e-30)
@@ -448,6 +447,6 @@ def _bias(length: int, step: int, window: int) -> Tensor:
 
 
 def final_norm(target: VLMTarget) -> Callable[[Tensor], Tensor]:
-    """The target's norm after its last layer; nothing where it has none of a usual name."""
+    """The target's norm after its last layer; the identity if it has none of a usual name."""
     found = getattr(target.family.decoder, "norm", None)
     return found if isinstance(found, nn.Module) else lambda states: states

@@ -35,7 +35,7 @@ Rows = TypeVar("Rows", Tensor, list[Any])
 Losses = dict[str, Tensor]
 """``loss`` is minimised, the others are recorded; ``count`` (1 without) says how many terms these
 are means of."""
-STEP_ROWS = 512  # of a training's products, of which threads are chosen
+STEP_ROWS = 512  # rows of a training's products, for the choice of threads
 MUON = 3.0  # times the learning rate of the rest is a good one for it
 NUMBERED = re.compile(r"\.\d+\.")  # in the name of what belongs to one of several layers
 RECORDED = 20  # steps between lines of the curve
@@ -49,8 +49,8 @@ class Run:
 
     ``out/checkpoint.pt`` is written every ``save_every`` seconds, at signals and at the end, the
     one before it stays as ``previous.pt``. ``measure`` (if any) is called every ``measure_every``
-    steps; the weights whose ``tau`` was highest are those that stay. ``made_of`` are facts by name,
-    of which a checkpoint's must be the same. ``tracker`` is one of accelerate's, by name.
+    steps, and the weights with the highest ``tau`` are kept in the end. ``made_of`` are facts by
+    name that must equal a checkpoint's. ``tracker`` is one of accelerate's, by name.
     """
 
     out: Path
@@ -107,7 +107,7 @@ def share(rows: Rows) -> Rows:
 
 @contextmanager
 def one_first() -> Iterator[bool]:
-    """A block that the first process runs before the others, which find what it has written; and
+    """A block that the first process runs before the others, so that they find its files; yields
     whether this is the first.
     """
     processes = _processes()
@@ -119,8 +119,8 @@ def one_first() -> Iterator[bool]:
 
 
 def kept(file: Path, make: Callable[[], Tensor], key: str = "") -> Tensor:
-    """The tokens in ``file`` if they are of the same ``key``; others are what ``make`` gives, and
-    written there whole.
+    """The tokens in ``file`` if they were stored under ``key``; otherwise those that ``make``
+    returns, which are then stored.
     """
     if file.exists():
         found: Any = torch.load(file, weights_only=True)
@@ -249,7 +249,7 @@ class _Loop:
             losses = dict(self.step(part))
             count = losses.pop("count", torch.ones_like(losses["loss"].detach()))
             weight = torch.ones_like(count)
-            if not self.alone:  # of the mean over all processes
+            if not self.alone:  # the loss is the mean over all processes
                 told = [count, torch.tensor(bool(received), device=count.device)]
                 total, stops = self._summed(torch.stack([x.float() for x in told]))
                 weight, stop = count / total, stop or bool(stops)
@@ -275,7 +275,7 @@ class _Loop:
         return found
 
     def _measured(self) -> dict[str, float]:
-        """What is measured now; the best weights are kept."""
+        """The measurements of this moment; the best weights are kept."""
         assert self.run.measure is not None
         self.model.eval()
         found = dict(self.run.measure())
@@ -323,7 +323,7 @@ class _Loop:
             ) from error
 
     def resume(self) -> tuple[int, int | None]:
-        """The next step, and the threads of those before; None before the first."""
+        """The next step, and the number of threads of earlier steps (None before the first)."""
         path = self.run.checkpoint
         saved = _read(path)
         if saved is None:
@@ -368,7 +368,7 @@ def _optimizers(
 
 
 def _keep(file: Path, other: Path) -> None:
-    """Give ``file`` its ``other`` name, too, where the disk takes two: at no moment is it gone."""
+    """Give ``file`` its ``other`` name as well, by a hard link if possible: it is never gone."""
     if file.exists():
         other.unlink(missing_ok=True)
         with suppress(OSError):
@@ -376,8 +376,8 @@ def _keep(file: Path, other: Path) -> None:
 
 
 def check_same(out: Path, made_of: Mapping[str, object]) -> None:
-    """Raise ``ValueError`` where the checkpoint in ``out`` was made of other things of these names:
-    before data are read, which takes minutes.
+    """Raise ``ValueError`` if the checkpoint in ``out`` was made with other facts ``made_of``;
+    called before data are read, which takes minutes.
     """
     path = out / "checkpoint.pt"
     if (saved := _read(path)) is not None:
@@ -398,12 +398,12 @@ def _check_same(path: Path, saved: Mapping[str, Any], made_of: Mapping[str, obje
 
 
 def _read(path: Path) -> Any:
-    """The checkpoint at ``path``, or the one before it where that is torn; None without any."""
+    """The checkpoint at ``path``, or the previous one if that is damaged; None without any."""
     for file in (path, path.with_name("previous.pt")):
         if file.exists():
             try:
                 return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
-            except Exception as error:  # of many classes, by where it is torn
+            except Exception as error:  # of many classes, by where the file is torn
                 torn = error
         elif file == path:
             return None
@@ -434,7 +434,7 @@ def _signals() -> Iterator[list[signal.Signals]]:
 
 
 def _end(received: list[signal.Signals], run: Run, step: int) -> None:
-    """End as the signal asked."""
+    """End the process as the signal asked."""
     tqdm.write(f"stopped before step {step} of {run.steps}; {run.checkpoint} goes on from there")
     if signal.SIGTERM in received:
         raise SystemExit(128 + signal.SIGTERM)
@@ -442,8 +442,8 @@ def _end(received: list[signal.Signals], run: Run, step: int) -> None:
 
 
 class _Log:
-    """What is told of a training: the bar, ``loss.csv`` with losses each :data:`RECORDED` steps and
-    what is measured, and a tracker. Raises ``ValueError`` for a tracker that is not there.
+    """The log of a training: the bar, ``loss.csv`` with losses every :data:`RECORDED` steps and
+    measurements, and a tracker. Raises ``ValueError`` for a tracker that is not installed.
     """
 
     def __init__(self, run: Run, first: int, main: bool) -> None:
@@ -481,7 +481,7 @@ class _Log:
             self.tracker.end_training()
 
     def _write(self, curve: Path, row: Mapping[str, str]) -> None:
-        """A line of the curve, whose columns are those of its first one and what is measured."""
+        """A line of the curve, whose columns are those of its first line and the measurements."""
         new = not curve.exists()
         names = curve.read_text().partition("\n")[0].split(",") if not new else list(row)
         if new and self.run.measure is not None and "tau" not in names:
@@ -494,7 +494,7 @@ class _Log:
 
 
 def _forget(curve: Path, first: int) -> None:
-    """Drop what a killed run recorded from step ``first`` on, and an incomplete last line."""
+    """Drop lines that a killed run recorded from step ``first`` on, and an incomplete last line."""
     head, *rows = curve.read_text().splitlines(keepends=True) if first and curve.exists() else [""]
     kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
     if not kept:  # the next record begins a new curve

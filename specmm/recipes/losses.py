@@ -1,4 +1,4 @@
-"""How far a drafter's distributions are from the target's: what trainings minimise, by name.
+"""The losses of trainings, by name: distances of a drafter's distributions from the target's.
 
 ``kl`` is Kullback and Leibler's divergence, whose gradient is cross-entropy's; ``tv`` the total
 variation, the chance that a draft is rejected. LK losses (arXiv 2602.23881): ``lk-alpha`` is the
@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from specmm.extending.registry import unknown
 
 ETA = 3.0  # the paper's best
-BEST = 10  # of the target's tokens count more (HASS)
-LEAST = -1e4  # of log probabilities, so that those of impossible tokens have products
+BEST = 10  # the number of target tokens that count more (HASS)
+LEAST = -1e4  # the least log probability, so that products with impossible tokens are finite
 ROOM = 2**24  # logits of the drafter that are there at once, a few times 64 MiB
 Head = Callable[[Tensor], Tensor]  # from states [..., C] to logits [..., V]
 
@@ -60,7 +60,7 @@ LOSSES = {"kl": kl, "tv": tv, "lk-alpha": lk_alpha, "lk-lambda": lk_lambda, "has
 
 
 def check_loss(name: str) -> None:
-    """Raise ``ValueError`` for a ``name`` that is no loss's."""
+    """Raise ``ValueError`` for an unknown ``name`` of a loss."""
     if name not in LOSSES:
         raise unknown("loss", name, LOSSES)
 
@@ -81,8 +81,8 @@ def of_drafts(
     """The ``loss`` of each of K drafts in a row [K], and its overlap [K]: means over places.
 
     The target's head, ``output``, makes its distributions of ``wanted`` [M, C], the drafter's
-    ``logits`` make its own of ``states`` [M, K, C]. No more than :data:`ROOM` logits are there at
-    once: those of more places are computed part by part, and anew for the gradient.
+    ``logits`` make its own of ``states`` [M, K, C]. At most :data:`ROOM` logits exist at once: with
+    more places they are computed in parts, and again for the gradient.
     """
 
     def find(wanted: Tensor, states: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Ways in which a drafter is commonly taken wrongly, each as the reading that undoes it."""
+"""Common misreadings of a drafter's interface, each as the reading that would correct it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from specmm.vlm.msd import MSDHead
 
 WINDOWS = (128, 256, 512, 1024, 2048, 4096)  # tokens that a drafter may have learnt to attend
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)  # bases of rotary positions
-FACTORS = (2.0, 4.0, 8.0, 16.0)  # by which positions may have been interpolated
+FACTORS = (2.0, 4.0, 8.0, 16.0)  # factors by which positions may have been interpolated
 BLOCKS = (4, 8, 16, 32)  # places of blocks
 PAIRS = ("rotary pairs of neighbours", "rotary pairs of halves")  # by ``inverse`` of repaired
 HALVES = "state before embedding"
-NORMS = "norms of token and state exchanged"  # of MTP layers, as the following
+NORMS = "norms of token and state exchanged"  # names of changes of MTP layers, as are the next two
 REVERSED, ALONE = "MTP layers reversed", "the first layer alone"
 HANDED = ("the target's states at every depth", "predictions after the first layer")
 NORMED = ("predictions before their norm", "predictions after their norm")
@@ -35,8 +35,8 @@ Tried: TypeAlias = Iterator[tuple[str, str, Any]]
 
 @dataclass(frozen=True)
 class Change:
-    """A way of taking a drafter that is not its own: what it is ``named``, what it would mean
-    (``hint``), and the ``reading``.
+    """A changed reading of a drafter: its name (``named``), a ``hint`` about the mistake it points
+    to, and the ``reading``.
     """
 
     named: str
@@ -45,7 +45,7 @@ class Change:
 
 
 def changes(reading: Reading, seen: Evidence) -> Iterator[Change]:
-    """All that are tried for the drafter of ``reading``."""
+    """All changes that are tried for the drafter of ``reading``."""
     kinds: list[Callable[[Any, Evidence], Tried]] = [_of_states, _of_vocabulary]
     if isinstance(reading, LayerReading):
         kinds += [_of_layers]  # positions, tables and the order of rotary pairs are the target's
@@ -65,7 +65,7 @@ def _head(reading: Reading) -> Any:
 
 
 def _of_states(reading: Reading, seen: Evidence) -> Tried:
-    """Which states are read, and of which token."""
+    """Changes of the states that are read, and of the token that they belong to."""
     layers, most = reading.layers, len(seen.layers)
     for by, where, counted in (
         (1, "low", "states before layers, or from 1"),
@@ -97,7 +97,7 @@ def _of_states(reading: Reading, seen: Evidence) -> Tried:
 
 
 def _of_vocabulary(reading: Reading, seen: Evidence) -> Tried:
-    """Which tokens its logits are of."""
+    """Changes of the tokens that logits stand for."""
     ids = reading.ids
     if ids is None:
         return
@@ -116,7 +116,7 @@ def _of_vocabulary(reading: Reading, seen: Evidence) -> Tried:
 
 
 def _of_attention(reading: HeadReading, seen: Evidence) -> Tried:
-    """What is attended, at which positions, and how pictures are read."""
+    """Changes of attention, of positions, and of how pictures are read."""
     for window, named, hint in _windows(seen):
         if window != reading.window:
             yield named, hint, {"window": window}
@@ -130,7 +130,7 @@ def _of_attention(reading: HeadReading, seen: Evidence) -> Tried:
 
 
 def _windows(seen: Evidence) -> Iterator[tuple[int, str, str]]:
-    """Tokens that may be attended (0: all), what that is called and what it would mean."""
+    """Sizes of attention windows in tokens (0: all), each with a name and a hint."""
     yield 0, "no window", "it learnt to attend all"
     for window in WINDOWS:
         if window < seen.tokens.shape[1]:
@@ -160,7 +160,7 @@ def _of_blocks(reading: BlockReading, seen: Evidence) -> Tried:
 
 
 def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
-    """Which token its masks are: its config's, one of the target's own, or one beside."""
+    """Changes of the mask token: the config's, one of the target's own, or a neighbour."""
     told = seen.target.model.config.get_text_config(decoder=True)
     ends = [getattr(told, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
     listed = [i for one in ends for i in (one if isinstance(one, list) else [one])]
@@ -171,7 +171,7 @@ def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
 
 
 def _of_layers(reading: LayerReading, seen: Evidence) -> Tried:
-    """Which MTP layer drafts, what it reads first, and what the layers hand on."""
+    """Changes of MTP layers: which one drafts, the order of inputs, the states passed on."""
     layers = reading.network
     own: list[Any] = list(layers.model.layers)
     norms = relayered(layers, own, lambda layer: {"enorm": layer.hnorm, "hnorm": layer.enorm})
@@ -191,8 +191,8 @@ def _of_layers(reading: LayerReading, seen: Evidence) -> Tried:
 def relayered(
     layers: MtpLayers, own: Sequence[Any], parts: Callable[[Any], Mapping[str, Any]] = lambda _: {}
 ) -> MtpLayers:
-    """``layers`` with copies of ``own`` in their place, on the same weights, but for some
-    ``parts`` of each.
+    """``layers`` with copies of ``own`` in their place, on the same weights except for ``parts`` of
+    each.
     """
     model = sharing(layers.model)
     model.layers = nn.ModuleList(map(sharing, own))
@@ -210,7 +210,7 @@ def _swapped(layer: Any) -> dict[str, Any]:
 
 
 def _of_network(reading: Reading, seen: Evidence) -> Tried:
-    """What its file has in another order, and what its config says otherwise."""
+    """Changes of the order of weights in its file, and of its config's values."""
     head = _head(reading)
     for named, hint, made in _of_head(head, seen.target):
         bound = made if isinstance(head, DFlash) else made.bound(seen.target)
@@ -237,7 +237,7 @@ def _of_head(head: Any, target: VLMTarget) -> Tried:
 
 
 def _of_eagle3(head: Eagle3Head, target: VLMTarget) -> Tried:
-    """What the config of an EAGLE-3 head says."""
+    """Changes of an EAGLE-3 head's config."""
     config = head.config
     flags = ["norm_before_residual", "norm_output"]
     flags += ["picture_embeddings"] if target.family.image_tokens else []
@@ -307,7 +307,7 @@ def altered(head: Any, **config: Any) -> Any:
 
 @torch.no_grad()
 def repaired(head: Any, inverse: bool) -> Any:
-    """A copy of ``head`` with rotary pairs of neighbours as such of halves, or the ``inverse``."""
+    """A copy of ``head`` with rotary pairs of neighbours as pairs of halves; or ``inverse``."""
     made = copy.deepcopy(head)
     for layer in made.layers:
         for name, values in layer.self_attn.named_parameters():

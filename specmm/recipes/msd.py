@@ -67,9 +67,9 @@ def msd(
     return begun.end(save, run)
 
 
-PROBS_WEIGHT = 0.1  # of the distributions' loss beside the SmoothL1
+PROBS_WEIGHT = 0.1  # the weight of the distributions' loss beside the SmoothL1
 MOSTLY = 0.8  # the share of pictures a ramp leads to: with none of it left, text would be forgotten
-EPOCHS = 40  # of the release's schedule, to which any number of steps is scaled
+EPOCHS = 40  # the release's schedule, scaled to the number of steps
 BETAS, CLIP, DECAY = (0.9, 0.95), 0.5, 0.01
 
 
@@ -107,14 +107,14 @@ def train_msd(
     sorts: Sequence[bool] = (False, True),
     loss: str = "kl",
 ) -> None:
-    """Train a ``head`` in place on what ``source`` gives, of the ``sorts`` that it has, and
-    ``read`` makes batches of.
+    """Train a ``head`` in place on examples of ``source``, with or without pictures as ``sorts``
+    allow, which ``read`` makes into batches.
 
-    With ``ramp`` the share of pictures rises to ``MOSTLY`` in so many batches and stays there, in
-    place of the release's two stages, which leave few steps to pictures alone. The noise on the
-    states of a row is uniform in ±``noise`` · 256 / its length. ``probs_weight`` is that of the
-    ``loss``: the release's suits states of thousands of channels, small targets need more; for
-    ``passes`` see ``msd_loss``.
+    With ``ramp`` the share of pictures rises to ``MOSTLY`` over that many batches and stays there,
+    in place of the release's two stages, which leave few steps for pictures. The noise on the
+    states of a row is uniform in ±``noise`` · 256 / its length. ``probs_weight`` is the weight of
+    the ``loss``: the release's value suits states of thousands of channels, small targets need
+    more; for ``passes`` see ``msd_loss``.
     """
     target.model.requires_grad_(False)
     target.wants_context = True
@@ -141,8 +141,8 @@ def train_msd(
 def numbers(
     share: Callable[[int], float], steps: int, batch: int, seed: int
 ) -> list[tuple[int, bool]]:
-    """Of each example of all steps, whether it has a picture, as a ``share`` of a step's have, and
-    its number among those alike.
+    """For each example of all steps: its number among examples of its sort, and whether it has a
+    picture, which a ``share`` of each step's examples have.
     """
     random, counts = Random(f"msd {seed}"), [0, 0]
     found = []
@@ -206,10 +206,10 @@ def read_slots(
     read: Read,
     shake: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Seen:
-    """What ``target`` sees of ``examples``, of which ``read`` makes a batch; the head reads the
-    states as ``shake`` gives them.
+    """The states of ``target`` on ``examples``, which ``read`` makes into a batch, with noise added
+    by ``shake``.
 
-    Raises ``ValueError`` where no token that can be drafted belongs to an answer.
+    Raises ``ValueError`` if no draftable token belongs to an answer.
     """
     seen = seen_of(target, *read(examples)).to(target.device)
     if not bool(seen.mask.any()):

@@ -1,4 +1,4 @@
-"""Pictures to learn from: your own, a folder for each class, and as they are encoded.
+"""Pictures as training data: a folder for each class, and their encoded forms.
 
 Shape letters: B batch, M pictures, R pixels a side.
 """
@@ -27,8 +27,8 @@ CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance ne
 
 @dataclass(frozen=True)
 class Pictures:
-    """``images`` [M, R, R, 3] uint8 and ``labels`` [M], or labels alone, of which the target draws
-    its own.
+    """``images`` [M, R, R, 3] uint8 and ``labels`` [M]; or labels alone, for which the target draws
+    pictures.
     """
 
     images: npt.NDArray[Any] | None
@@ -36,12 +36,12 @@ class Pictures:
 
 
 def pictures(place: str, names: Sequence[str], count: int, side: int) -> Pictures:
-    """Those in ``place``, cut to squares of ``side`` pixels, whose folders are called as the
-    ``count`` classes of a model are (``names``, or ids); without a place every class once and no
+    """The pictures in ``place``, cut to squares of ``side`` pixels. Folders have the names of a
+    model's ``count`` classes (``names``, or ids). Without a place: every class once, and no
     pictures.
 
-    Raises ``ValueError`` for a folder that is no class, for a file that is no picture, and where
-    there is none.
+    Raises ``ValueError`` for a folder that is no class, for a file that is no picture, and if there
+    are no pictures.
     """
     if not place:
         return Pictures(None, np.arange(count))

@@ -29,14 +29,14 @@ import specmm
 from specmm.extending.registry import named, unknown
 
 SHIPPED = Path(__file__).parent
-CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # of the pocket models, no wheel
+CHECKOUT = Path(specmm.__file__).resolve().parents[1] / "recipes"  # not in the wheel
 Count = Annotated[int, 1]
 Width = Annotated[int, 4]
 Share = Annotated[float, 0, 1]
 Amount = Annotated[float, 0]
 Size = Annotated[int, 0]
 Seed = Annotated[int, 0]
-Found = dict[str, Any]  # what a training returns: kind, steps, outputs
+Found = dict[str, Any]  # a training's result: kind, steps, outputs
 Open = Callable[..., Any]  # a setting that is read by the function the recipe names as ``open``
 WORDS = {
     int: "a whole number",
@@ -56,13 +56,13 @@ class Places:
     open: Callable[..., Any]
 
     def __call__(self, *given: Any) -> Any:
-        """What is there."""
+        """The data, read by the recipe's ``open``."""
         return self.open(self.places, *given)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``train`` names a function, ``open`` what reads its ``data``.
+    """``train`` names the training's function, ``open`` the one that reads its ``data``.
 
     ``chosen`` are the settings that the user gave.
     """
@@ -88,7 +88,7 @@ class Recipe:
         return found
 
     def _hints(self) -> dict[str, Any]:
-        """What the training takes: settings, or dataclasses of them."""
+        """The annotations of the training's parameters: settings, or dataclasses of settings."""
         hints = _hints(self.function())
         return {name: hint for name, hint in hints.items() if name not in ("return", "recipe")}
 
@@ -162,7 +162,7 @@ def load(name: str) -> Recipe:
 def train(name: str, **settings: Any) -> Found:
     """Train by the recipe ``name`` with other ``settings``.
 
-    Raises ``ValueError`` for what does not fit it.
+    Raises ``ValueError`` for settings that do not fit it.
     """
     return load(name).having(settings).run()
 
@@ -170,8 +170,8 @@ def train(name: str, **settings: Any) -> Found:
 def beside(model: str, folder: Path) -> Path:
     """``folder`` of a model that a training adds a drafter to.
 
-    Raises ``ValueError`` for a shipped model, by name or where the package is installed: its files
-    are everybody's.
+    Raises ``ValueError`` for a shipped model, by name or by its installed folder, since all users
+    share its files.
     """
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     if model.startswith("pocket/") or any(

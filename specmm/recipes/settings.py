@@ -1,5 +1,5 @@
-"""How drafters are trained, as recipes' settings name it, and what all such recipes do: where the
-drafter goes, the target, what it learns from, the loop, and the end.
+"""Settings that the recipes of drafters share, and their common steps: the drafter's folder, the
+target, the data, the loop, and the end.
 
 Shape letters: V vocabulary.
 """
@@ -63,10 +63,11 @@ class Training:
     device: str | None
 
     def begun(self, model: str, kind: str, recipe: Recipe) -> Begun:
-        """That of a drafter of method ``kind`` for ``model``.
+        """Begin the training of a drafter of method ``kind`` for ``model``.
 
-        Raises ``ValueError`` for a model and for folders that cannot be written to, for a drafter
-        that is there and stays, and for a run that was begun with other settings.
+        Raises ``ValueError`` for an unknown model, for folders that cannot be written, for an
+        existing drafter that is not to be replaced, and for a run that was begun with other
+        settings.
         """
         folder = beside(model, find_target(model))
         place = folder / "drafters" / KINDS[kind].place
@@ -81,7 +82,7 @@ class Training:
         return found
 
     def run(self, facts: Mapping[str, object], **more: Any) -> Run:
-        """The loop, made of ``facts``; ``more`` are what it has in place of what is set here."""
+        """The loop, with ``facts`` for its checkpoint; ``more`` override these settings."""
         options: dict[str, Any] = dict(lr=self.lr, accumulate=self.accumulate, steps=self.steps)
         options |= dict(save_every=self.save_every, tracker=self.tracker, batch=self.batch)
         options |= more
@@ -92,7 +93,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Targeted(Training):
-    """A training on what a target thinks, which is loaded as it is served, and measured with it."""
+    """A training on the states of a target, which is loaded and measured as for serving."""
 
     loss: str
     epochs: Amount | None
@@ -109,7 +110,7 @@ class Targeted(Training):
 def load_frozen(
     folder: Path, device: str | None = None, dtype: str | None = None, device_map: str | None = None
 ) -> VLMTarget:
-    """The model in ``folder``, loaded as pipelines do, to be learnt from."""
+    """The frozen model in ``folder``, loaded as in pipelines."""
     place = Place.named(device, dtype, device_map=device_map)
     where = folder if is_composed(folder) else weights_folder(folder)
     kind: Any = VQAPipeline if sees(folder) else TextPipeline
@@ -118,7 +119,7 @@ def load_frozen(
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """What a run is made of that goes on in its folder: the version, and settings by name."""
+    """The facts that must not change when a run resumes: the version, settings by name."""
     found = {"specmm": __version__}
     for name, value in recipe.settings.items():
         if name not in APART:
@@ -129,7 +130,7 @@ def facts_of(recipe: Recipe) -> dict[str, str]:
 
 
 def _whole(value: Any) -> Any:
-    """``value``, or the whole path where it is one's."""
+    """``value``, or the absolute path if it is a path."""
     named = isinstance(value, str | Path) and str(value) and Path(value).exists()
     return str(Path(value).absolute()) if named else value
 
@@ -148,9 +149,9 @@ def sees(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a drafter learns from: ``rows``, of which ``key`` is a digest and ``read`` makes
-    batches; ``said`` tells how often each token [V] is one to draft. Answers to the ``prompt``,
-    which is held out, end with ``ends``.
+    """The data of a drafter's training: ``rows``, with a digest ``key`` and a function ``read``
+    that makes batches; ``said`` returns how often each token [V] is a token to draft. Acceptance is
+    measured on answers to the held-out ``prompt``, which end with ``ends``.
     """
 
     rows: Sequence[Any]
@@ -171,8 +172,8 @@ class Lessons:
 
 @dataclass(frozen=True)
 class Begun:
-    """A drafter's training: for ``model`` in ``folder``, to be written to ``place``; its run is
-    made of ``facts``.
+    """A drafter's training for ``model`` in ``folder``, with its result in ``place`` and ``facts``
+    for its checkpoint.
     """
 
     training: Any  # a Training, or a Targeted
@@ -183,12 +184,12 @@ class Begun:
 
     @cached_property
     def target(self) -> VLMTarget:
-        """What is learnt from, in its dtype and on its device."""
+        """The target, in its dtype and on its device."""
         own = self.training
         return load_frozen(self.folder, own_device(own.device), own.dtype, own.device_map)
 
     def pipeline(self, method: str = "ar") -> Any:
-        """The model with a ``method``, which answers where its target learns."""
+        """The model's pipeline with a ``method``, on the target's device."""
         own = self.training
         kind: Any = VQAPipeline if sees(self.folder) else TextPipeline
         where = None if own.device_map else own_device(own.device)
@@ -197,7 +198,7 @@ class Begun:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's own."""
+        """The model's own tokenizer."""
         return load_tokenizer(weights_folder(self.folder))
 
     def mask(self, given: int | None) -> int:
@@ -217,8 +218,8 @@ class Begun:
         return math.ceil(own.epochs * len(rows) / each) if own.epochs else int(own.steps)
 
     def run(self, lessons: Lessons, drafter: Any, network: nn.Module, **more: Any) -> Run:
-        """The loop over the ``lessons``, on which the ``drafter`` is measured while its ``network``
-        learns; ``more`` are what it has in place of the training's settings.
+        """The loop over the ``lessons``, with measurements of the ``drafter`` while its ``network``
+        learns; ``more`` override the training's settings.
         """
         own = self.training
         made = {**self.facts, "rows learnt": lessons.key, "target": digest(self.target.model)}
@@ -238,8 +239,8 @@ class Begun:
         clip: float = 1.0,
         **more: Any,
     ) -> Found:
-        """Train the ``drafter``, or a ``network`` of it, by the ``loss`` of what the target sees of
-        the ``lessons``, of which so many of its ``layers`` are read; then ``save`` writes it.
+        """Train the ``drafter``, or a ``network`` of it, by the ``loss`` on the target's states on
+        ``lessons``, of which the drafter reads ``layers``; then ``save`` writes it.
         """
         own = self.training
         network = drafter if network is None else network
@@ -252,8 +253,8 @@ class Begun:
     def tau(
         self, drafter: Any, network: nn.Module, lessons: Lessons
     ) -> Callable[[], dict[str, float]]:
-        """What measures the ``drafter`` while its ``network`` learns: tokens a round of greedy
-        answers to what the ``lessons`` hold out, drafted in chains.
+        """The function that measures the ``drafter`` while its ``network`` learns: tokens a round
+        of greedy answers to held-out questions of ``lessons``, drafted in chains.
         """
         target, prompt = self.target, lessons.prompt
         method = methods.make(methods.GENERATE, self.place.name)
@@ -272,13 +273,13 @@ class Begun:
         return measure
 
     def accepted(self, head: Any, lessons: Lessons) -> None:
-        """Measure what is accepted of the drafts of a ``head`` that has learnt, for method auto."""
+        """Measure the acceptance of a trained ``head``, for method auto."""
         target = self.target
         with served(head, target.dtype):
             head.acceptance = acceptance_of(target, head, [lessons.prompt], lessons.ends)
 
     def end(self, save: Callable[[], object], run: Run) -> Found:
-        """What the training has made: the first process has it written by ``save``."""
+        """The training's results, which the first process writes by ``save``."""
         with one_first() as first:
             if first:
                 save()
@@ -288,8 +289,8 @@ class Begun:
 
 @contextmanager
 def served(network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A block in which the weights of a ``network`` that learns in float32 are in ``dtype``, in
-    which it drafts.
+    """A block in which a ``network`` that learns in float32 has its weights in ``dtype``, as when
+    it drafts.
     """
     own = [weight for weight in network.parameters() if weight.dtype == torch.float32 != dtype]
     kept = [weight.data for weight in own]

@@ -1,4 +1,5 @@
-"""What drafters learn from, as recipes' settings name it: chats, texts, or what a target makes up.
+"""The data of drafters' trainings, by recipes' settings: chats, texts, or texts and chats that the
+target makes up.
 
 Shape letters: R rows, L tokens of a row.
 """
@@ -34,7 +35,7 @@ from specmm.recipes.training.texts import Rows, split, text_stream, windows
 from specmm.vlm.loading import is_composed, load_processor
 
 TOO_LONG = ("skip", "cut")
-TEXT_ROWS = 1536  # where a recipe names no number
+TEXT_ROWS = 1536  # the default number of rows
 PROMPT = 64  # tokens of a text's beginning that is continued to measure acceptance
 
 
@@ -56,10 +57,10 @@ class Data:
         seed: int,
         unanswered: bool = False,
     ) -> Conversations:
-        """The chats for the model in ``folder``, which is loaded where they need it; with
-        ``unanswered`` it is to give empty answers.
+        """The chats for the model in ``folder``, which ``load`` loads if they need it; with
+        ``unanswered`` the model fills in empty answers.
 
-        Raises ``ValueError`` where none can be used.
+        Raises ``ValueError`` if no chat can be used.
         """
         if not self.data.places:
             raise ValueError("data must be files or folders of chats, got none; give data=FILE")
@@ -68,7 +69,7 @@ class Data:
         return found
 
     def reader(self, folder: Path) -> ChatReader:
-        """What reads chats for the model in ``folder``, which is not loaded."""
+        """The reader of chats for the model in ``folder``, which is not loaded."""
         if self.too_long not in TOO_LONG:
             raise unknown("too_long", self.too_long, TOO_LONG)
         words = load_processor(folder) if sees(folder) else load_tokenizer(weights_folder(folder))
@@ -102,9 +103,9 @@ class Source(Data):
     answer_tokens: Count
 
     def lessons(self, begun: Begun) -> Lessons:
-        """All that is learnt in a drafter's training; the first process makes what is drawn.
+        """The data of a drafter's training; the first process makes the drawn part.
 
-        Raises ``ValueError`` for settings of another kind of model, and where nothing is to learn.
+        Raises ``ValueError`` for settings of another kind of model, and without any data.
         """
         settings = {"data": self.data.places, "text": self.text, "chats": self.chats}
         given = [name for name, value in settings.items() if value]
@@ -158,8 +159,8 @@ class Source(Data):
 
 
 def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lessons:
-    """What a drafter learns from of the ``rows`` of chats ``opened``, measured on so many
-    ``scenes``.
+    """The data of a drafter's training from ``rows`` of chats ``opened``, measured on ``scenes``
+    held-out questions.
     """
     key = key_of(chat.said for chat in rows)
     reader = opened.reader
@@ -176,6 +177,6 @@ def key_of(rows: Iterable[bytes]) -> str:
 
 
 def read_rows(rows: Sequence[Tensor]) -> tuple[VLMPrompt, Tensor]:
-    """``rows`` of text [L] as one batch, of which all tokens are learnt."""
+    """``rows`` of text [L] as one batch, in which all tokens are learnt."""
     ids = torch.stack(list(rows)).long()
     return VLMPrompt({"input_ids": ids}, 1), torch.ones_like(ids, dtype=torch.bool)

@@ -37,7 +37,7 @@ from specmm.zoo.model_files import digest_of_models
 if TYPE_CHECKING:
     from specmm.runs.run import Images
 
-KINDS: dict[str, type] = {  # of what a record must say
+KINDS: dict[str, type] = {  # the types of fields that a record must have
     **dict.fromkeys(("method", "model", "files", "dtype", "device", "processor"), str),
     **dict.fromkeys(("options", "versions"), dict),
     **dict.fromkeys(("compiled", "batch_invariant"), bool),
@@ -73,11 +73,12 @@ class Again:
 def draw_like(
     file: Path, out: Path, model: str | None = None, tell: Callable[[str], None] = print
 ) -> Again:
-    """Draw the picture in ``file`` again, into the folder ``out``, by its ``model``, which may lie
-    elsewhere now. ``tell`` is called with what is another here than it was.
+    """Draw the picture in ``file`` again, into the folder ``out``, by its ``model``, whose location
+    may have changed. ``tell`` is called with each difference from the recorded machine and
+    software.
 
     Raises ``ValueError`` for a file without a record or with an edited one, another model, and a
-    device that is not here. Nothing is written over.
+    missing device. Nothing is overwritten.
     """
     record = checked_record(file)
     with Image.open(file) as opened:
@@ -116,7 +117,8 @@ def draw_like(
 def checked_record(file: Path) -> Record:
     """The record of a picture, for drawing it again.
 
-    Raises ``ValueError`` for a file without one, one that was edited, and what is no picture.
+    Raises ``ValueError`` for a file without a record, with an edited one, and for a file that is no
+    picture.
     """
     try:
         record = read_record(file)
@@ -153,7 +155,7 @@ def odd_field(record: Record) -> str:
     asked = batch if isinstance(batch, list) else []
     fine = {name: type(record.get(name)) is kind for name, kind in {**KINDS, what: str}.items()}
     fine |= {name: isinstance(record.get(name, ""), str) for name in MODELS}
-    fine["device"] &= not str(record.get("device")).startswith("meta")  # which has no numbers
+    fine["device"] &= not str(record.get("device")).startswith("meta")  # without numbers
     fine["batch"] = bool(asked) and all(
         isinstance(one, dict) and type(one.get(what)) is str and type(one.get("seed")) is int
         for one in asked
@@ -166,7 +168,7 @@ def odd_field(record: Record) -> str:
 
 
 def differences(record: Record, pipe: Images) -> list[str]:
-    """What is another here than it was for ``record``, as sentences; its bits may be, too."""
+    """Sentences on how machine and software differ from ``record``; the bits may, too."""
     then = {**record["versions"], "the processor": record["processor"]}
     here = {**versions(), "the processor": processor(pipe.device)}
     found = [

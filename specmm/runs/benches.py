@@ -1,4 +1,4 @@
-"""What ``specmm bench`` compares: the methods of a model of any kind, or one's own drafter."""
+"""The comparisons of ``specmm bench``: methods of a model of any kind, or a third-party drafter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_m
 class Bench:
     """``runs`` of ``batch`` inputs each of ``model`` by ``contenders`` as text, None: the usual.
 
-    ``drafter`` is a folder or the name of one's own; ``compiled``: all that can be is.
+    ``drafter`` is a folder or a third-party drafter's name; with ``compiled`` all methods that can
+    be compiled are.
     """
 
     model: str
@@ -67,7 +68,7 @@ class Bench:
 
         call = Quickest(answer) if self.compiled else answer
         contenders = with_plain(chosen)
-        pipe.graphs.most = max(pipe.graphs.most, len(contenders))  # in turn: none is recorded anew
+        pipe.kept.most = max(pipe.kept.most, len(contenders))  # in turn: none is made anew
         with settled(pipe.model):
             lanes = raced(call, contenders, batches(asked, self.batch, self.runs), self.seed)
             facts = facts_of(self.model, self.seed, pipe.model)
@@ -90,7 +91,7 @@ class Bench:
 
 
 def kind_of(model: str, questions: Sequence[str]) -> Kind:
-    """What ``model`` is measured at: some that draw answer ``questions``, too."""
+    """The kind of output to measure ``model`` on: some that draw also answer ``questions``."""
     if questions:
         return "questions"
     return "images" if draws(model) else kinds_of(model)[-1]
@@ -106,7 +107,7 @@ def asked_of(
 ) -> list[Any]:
     """Prompts, or pairs of a picture (None: a question of text) and a question.
 
-    Raises ``ValueError`` where what to ask is missing or of another kind.
+    Raises ``ValueError`` if prompts or questions are missing or of another kind.
     """
     if size:
         raise ValueError(f"--{next(iter(size))} is for drawn pictures; leave it out")

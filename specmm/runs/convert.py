@@ -1,4 +1,4 @@
-"""Releases' files as folders of ours, part after part, each in memory once."""
+"""Converts releases' files to our folders, part after part, with one copy in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specmm.zoo.published import (
     weights_name,
 )
 
-READERS: Mapping[tuple[str, str], Callable[..., Any]] = {  # of a part of a family
+READERS: Mapping[tuple[str, str], Callable[..., Any]] = {  # readers by family and part
     ("llamagen", TRANSFORMER): llamagen.load_gpt,
     ("llamagen", "vq"): llamagen.load_vq,
     ("mar", TRANSFORMER): mar.load_mar,
@@ -80,7 +80,7 @@ def _named(others: Sequence[str]) -> dict[str, Path]:
 def _files(
     source: str | Path, like: str | None, others: Mapping[str, Path]
 ) -> tuple[Published, dict[str, Path]]:
-    """What ``source`` is, and the file of each of its parts."""
+    """The published model that ``source`` is, and the file of each of its parts."""
     file = Path(source)
     if file.is_dir():
         raise ValueError(f"{source} must be a release's file of weights or a name, got a folder")
@@ -135,7 +135,7 @@ def _check(entry: Published | None, source: str | Path) -> None:
 def _write(
     entry: Published, links: Path, out: Path, dtype: torch.dtype | None, files: Mapping[str, Path]
 ) -> None:
-    """The folder ``out`` of the folder of ``links`` to ``files``, of which mistakes speak."""
+    """Write ``out`` from the folder of ``links`` to ``files``, whose names errors mention."""
     names: dict[str | Path, Path] = {links / place: file for place, file in files.items()}
     names |= {links / place / weights_name(file): file for place, file in files.items()}
     try:
@@ -145,8 +145,8 @@ def _write(
 
 
 def _write_parts(entry: Published, links: Path, out: Path, dtype: torch.dtype | None) -> None:
-    """The folder ``out`` of the folder of ``links``."""
-    target: tuple[GPTConfig, str] | None = None  # that of the EAGLE head
+    """Write ``out`` from the folder of ``links``, part after part."""
+    target: tuple[GPTConfig, str] | None = None  # the EAGLE head's target
     for place in entry.parts:
         wanted = dtype or _dtype_of(links / place)
         if place == EAGLE:  # after its target

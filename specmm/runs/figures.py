@@ -1,4 +1,4 @@
-"""Tables of methods compared, and plots of how drafting went."""
+"""Tables that compare methods, and plots of a run's drafting."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A load test of any server of OpenAI's protocol: requests arrive, answers stream, times are noted.
 
-A request's times count from when it was to arrive, so that a server that falls behind is seen to.
+A request's times count from its planned arrival, so that a server that falls behind shows it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specmm.loading.files import JSON_LINES, json_lines, numbered_lines, sentenc
 PERCENTILES = (50, 90, 99)
 PATIENCE = 600.0  # seconds without a sign
 CHAT, COMPLETIONS = "/chat/completions", "/completions"
-PARTS = ("text", "content", "reasoning_content", "tool_calls")  # of what a piece may say
+PARTS = ("text", "content", "reasoning_content", "tool_calls")  # a piece's fields
 UNLISTED = (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError)
 BUILT_IN = (
     "def add(a, b):",
@@ -39,8 +39,8 @@ BUILT_IN = (
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of the server at ``url``: of ``model`` (None: its first), ``bodies`` in turn,
-    ``count`` requests in all, of ``max_tokens`` each, at a ``temperature``, with a ``key``.
+    """A load on the server at ``url``: ``count`` requests with ``bodies`` in turn to ``model``
+    (None: its first), of ``max_tokens`` each, at a ``temperature``, with a ``key``.
     """
 
     url: str
@@ -69,9 +69,9 @@ class Served:
 
 
 def bodies_of(file: Path | None, completions: bool) -> list[dict[str, Any]]:
-    """What the lines of a ``file`` ask (None: built-in ones): a text each, or in JSON lines an
-    object with ``messages`` or a ``prompt``, and fields of a request; ``at``, seconds, is when it
-    arrives. Texts are questions of a chat, or are continued with ``completions``.
+    """Request bodies from the lines of a ``file`` (None: built-in ones): a text each, or in JSON
+    lines an object with ``messages`` or a ``prompt`` and other fields of a request; ``at`` is its
+    arrival in seconds. Texts are questions of a chat, or are continued with ``completions``.
 
     Raises ``ValueError`` for a line that is none of these.
     """
@@ -98,7 +98,7 @@ def arrivals(load: Load, rate: float | None) -> list[float]:
     """The seconds at which requests arrive: those that their lines say, or by a Poisson process of
     ``rate`` a second.
 
-    Raises ``ValueError`` for lines of which some do not say.
+    Raises ``ValueError`` if only some lines have a time.
     """
     if rate is not None:
         draw = random.Random(load.seed)
@@ -113,8 +113,8 @@ def arrivals(load: Load, rate: float | None) -> list[float]:
 
 
 def run(load: Load, clients: int | None = None, rate: float | None = None) -> dict[str, Any]:
-    """Send the requests of ``load``: from so many ``clients``, each of whom waits for his answer,
-    or as :func:`arrivals` says. Times are in seconds, by percentile.
+    """Send the requests of ``load`` and return times in seconds by percentile. ``clients`` each
+    wait for an answer before the next request; without them requests come at :func:`arrivals`.
 
     Raises ``ValueError`` for a server that cannot be asked.
     """
@@ -143,7 +143,7 @@ async def served(
             body = {k: v for k, v in load.bodies[number % len(load.bodies)].items() if k != "at"}
             path = CHAT if "messages" in body else COMPLETIONS
             await asyncio.sleep(max(begin + at - time.perf_counter(), 0))
-            async with free:  # of clients, each of whom sends the next request once he is answered
+            async with free:  # a client sends the next request once it is answered
                 start = begin + at if clients is None else time.perf_counter()
                 return await _served(client, base + path, common | body, start)
 
@@ -178,7 +178,7 @@ async def _first_model(client: httpx.AsyncClient, base: str) -> str:
 async def _served(
     client: httpx.AsyncClient, address: str, body: Mapping[str, Any], start: float
 ) -> Served:
-    """Ask, and note when pieces come."""
+    """Send a request and note when pieces arrive."""
     found = Served(start)
     try:
         async with client.stream("POST", address, json=body) as response:
@@ -194,9 +194,7 @@ async def _served(
 
 
 async def _read(lines: AsyncIterator[str], found: Served) -> None:
-    """Note a stream's pieces, and what it says of itself; a piece counts as a token where the
-    server counts none.
-    """
+    """Note a stream's pieces and its usage; without a usage each piece counts as a token."""
     async for line in lines:
         event = event_of(line)
         for choice in event.get("choices") or ():
@@ -211,7 +209,7 @@ async def _read(lines: AsyncIterator[str], found: Served) -> None:
 def event_of(line: str) -> dict[str, Any]:
     """The event in a ``line`` of a stream, empty if there is none.
 
-    Raises ``ValueError`` for one that is no JSON, or tells an error.
+    Raises ``ValueError`` for an event that is not JSON, or that reports an error.
     """
     if not line.startswith("data:") or line.endswith("[DONE]"):
         return {}
@@ -228,7 +226,7 @@ def said_in(choice: Mapping[str, Any]) -> str:
 
 
 def measured(served: Sequence[Served], seconds: float) -> dict[str, Any]:
-    """What the requests took that were ``served`` within so many ``seconds``."""
+    """A summary of the requests ``served`` within ``seconds``."""
     good = [one for one in served if not one.error]
     tokens = sum(one.tokens for one in good)
     seen = [one for one in good if one.pieces]

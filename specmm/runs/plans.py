@@ -1,4 +1,4 @@
-"""What the planners measure on this machine, as a record for JSON and as lines for people."""
+"""The planners' measurements on this machine, as a record for JSON and as lines for people."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine, static_tree
 from specmm.verify import Recursive
 
-LEVELS = 6  # of the spine on which a drafter's acceptance is measured
+LEVELS = 6  # levels of the spine on which acceptance is measured
 SIZES = (2, 3, 4, 6, 8, 12)  # nodes of the trees that are compared, with the root
 Planned = tuple[dict[str, Any], list[str]]
 
@@ -44,7 +44,7 @@ def plan_model(
 ) -> Planned:
     """The plan for ``model`` with ``batch`` pictures at a time of the size ``wanted`` (height,
     width), by its own drafters, a ``drafter`` in a folder, or a registered one by name. With ``tv``
-    relaxed methods are measured, too, that deviate by at most so much.
+    relaxed methods that deviate by at most that total variation are measured, too.
 
     Raises ``ValueError`` for a model of continuous tokens, for which there is nothing to plan, and
     for ``tv`` where no relaxed method takes part.
@@ -82,8 +82,8 @@ def plan_model(
 def plan_language(
     model: str, asked: Sequence[Any], place: Place, drafter: str | None, **options: Any
 ) -> Planned:
-    """What method ``auto`` takes to continue the texts ``asked``, or to answer pairs of a picture
-    and a question, once all were tried; or what the trees of a ``drafter`` of one's own give.
+    """Method ``auto``'s choice, after trying all methods, for continuing the texts ``asked`` or
+    answering pairs of a picture and a question; or the speeds of a third-party ``drafter``'s trees.
     """
     kind: Kind = "text" if isinstance(asked[0], str) else "questions"
     pipe = open_model(kind, model, place, "auto" if drafter is None else None, drafter)
@@ -150,7 +150,7 @@ def _own(drafter: object, asked: Asked) -> Record:
 
 
 def _said(model: str, batch: int, facts: dict[str, Any], record: Record) -> Planned:
-    """What a ``record`` holds, for JSON and for people."""
+    """The measurements of a ``record``, for JSON and for people."""
     choice, reason = label(record.fastest()), record.reason()
     found: dict[str, Any] = {"model": model, "batch": batch, **facts, "choice": choice}
     found |= {"reason": reason, "plain_seconds_per_token": record.each(PLAIN.method)}
@@ -166,7 +166,7 @@ def _said(model: str, batch: int, facts: dict[str, Any], record: Record) -> Plan
 
 
 def _tried(record: Record, one: Candidate) -> dict[str, Any]:
-    """What was measured of a candidate, for JSON; None where it was not tried."""
+    """A candidate's measurements, for JSON; values are None if it was not tried."""
     method = one.method
     row = {
         "choice": label(method),
@@ -189,11 +189,11 @@ def _about(row: dict[str, Any]) -> str:
 
 
 def plan_traced(file: Path, costs: Path | None, batch: int | None, trees: Sequence[str]) -> Planned:
-    """The tree that should be fastest for the drafter of the trace in ``file``, where rounds of
-    ``batch`` rows (None: each that is there) take what ``costs`` say; the tokens a round of
-    ``trees``, too.
+    """The tree that should be fastest for the drafter of the trace in ``file`` if rounds of
+    ``batch`` rows (None: each size in ``costs``) have these ``costs``; also the tokens a round of
+    ``trees``.
 
-    Raises ``ValueError`` for files that are none, and for a batch that the costs do not tell of.
+    Raises ``ValueError`` for files of another kind, and for a batch that is not in the costs.
     """
     trace = Trace.load(file)
     found: dict[str, Any] = {"trace": str(file), **trace.facts, "plans": []}
@@ -247,6 +247,6 @@ def _traced(made: Plan) -> tuple[dict[str, Any], list[str]]:
 
 
 def _expected(one: Expected) -> str:
-    """What a tree should give, for people."""
+    """A tree's expected speed, for people."""
     size = f"{one.shape.size} nodes, depth {one.shape.depth}"
     return f"{size}: tau {one.tau:.2f}, {one.speedup:.2f}x plain decoding expected"

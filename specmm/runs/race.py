@@ -1,6 +1,6 @@
 """Methods side by side in one process.
 
-Their runs are interleaved, so that whatever else the machine does affects all of them alike.
+Their runs are interleaved, so that other load on the machine affects all of them alike.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Call = Callable[[Any, Any, int], Any]
 
 @dataclass
 class Lane:
-    """One method and what its runs gave: seconds and tokens of each, stats of all, pictures with
-    their records, and whether they were ``compiled``, all of them.
+    """One method and its runs' results: the seconds and tokens of each, the stats of all, pictures
+    with their records, and whether all of them were ``compiled``.
     """
 
     method: Any
@@ -57,8 +57,8 @@ class Lane:
 
 
 class Quickest:
-    """``call`` with ``compiled=True``, but for methods that refuse it: ``refused``, by their labels
-    the reasons.
+    """Calls ``call`` with ``compiled=True``, except for methods that refuse it; ``refused`` holds
+    the reasons by label.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -84,7 +84,7 @@ def race(
     **wanted: Any,
 ) -> list[Lane]:
     """Every method draws every round's classes or prompts with the same seeds, in rotating order,
-    ``compiled`` where it can be; a lane says why not. ``made`` is called after each.
+    ``compiled`` where possible; otherwise the lane says why not. ``made`` is called after each run.
 
     ``wanted`` says what pictures are like: height and width, where a model draws several sizes.
     """
@@ -100,7 +100,7 @@ def race(
 
 
 def _bar(contenders: int, rounds: int) -> Any:
-    """A bar of all runs and of those that are not counted."""
+    """A progress bar for all runs, warm-up runs included."""
     return tqdm(total=contenders * (rounds + 1), unit="run", disable=None, leave=False)
 
 
@@ -112,7 +112,7 @@ def raced(
     bar: Any = None,
     made: Callable[[Lane], None] | None = None,
 ) -> list[Lane]:
-    """As :func:`race`, by whatever ``call``, which may move the ``bar`` within a run.
+    """As :func:`race`, with any function ``call``, which may move the ``bar`` within a run.
 
     Each first runs one round that is not counted, so that caches, plans and memory are ready.
     """
@@ -241,8 +241,8 @@ def measure(
 
 
 def usual(pipe: Pipeline) -> list[Any]:
-    """The methods that a ``pipe`` of texts or answers has a drafter for, and prompt lookup; not
-    what drafts pictures within answers, since those asked for here are words.
+    """The methods for which a ``pipe`` of texts or answers has a drafter, and prompt lookup,
+    without methods that draft pictures within answers.
     """
     aside = methods.AnswerSJD.name
     drafting = [name for name, kind in KINDS.items() if kind.make and name != aside]
@@ -262,5 +262,5 @@ def batches(asked: Sequence[T], batch: int, runs: int) -> list[list[T]]:
 
 
 def facts_of(model: str, seed: int, network: torch.nn.Module) -> dict[str, Any]:
-    """What rows of a bench of ``model`` have in common."""
+    """Facts that all rows of a bench of ``model`` share."""
     return {"model": model, "seed": seed, **place_of(network), "outputs": []}

@@ -38,7 +38,7 @@ from specmm.programs.batch_invariant import batch_invariant
 if TYPE_CHECKING:  # diffusers takes seconds to import
     from specmm.image_ar.shared import PicturePipeline
 
-    Images = PicturePipeline[Any]  # of any family
+    Images = PicturePipeline[Any]  # a pipeline of any family
 
 Kind = Literal["images", "questions", "text"]
 
@@ -58,9 +58,9 @@ def place_of(network: nn.Module) -> dict[str, Any]:
 
 
 def kinds_of(model: str) -> tuple[Kind, ...]:
-    """What a model is for; a published one or a hub's is fetched to see it.
+    """The kinds of work a model is for; a published or hub model is fetched to find out.
 
-    Raises ``ValueError`` for what is none of these, and for a folder of something else.
+    Raises ``ValueError`` for an unknown name, and for a folder of something else.
     """
     folder = zoo.pocket_models().get(model, Path(model))
     if not folder.exists() and not model.startswith("pocket/"):
@@ -207,7 +207,7 @@ def _split(text: str) -> list[str]:
 
 
 def _value(key: str, text: str, kind: Any) -> object:
-    """``text`` as the option ``key``, annotated as ``kind``, wants it."""
+    """``text`` as a value of the option ``key``, which is annotated as ``kind``."""
     if get_origin(kind) is Literal:
         if text not in get_args(kind):
             raise unknown(key, text, get_args(kind))
@@ -261,7 +261,7 @@ def answered(
     drafter: str | None,
     call: Callable[[Any], Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """What ``call`` returns for the pipeline of ``model``, and a record of it for JSON."""
+    """The result of ``call`` with the pipeline of ``model``, and a record of it for JSON."""
     pipe = open_model(kind, model, place, method, drafter)
     with settled(pipe.model):
         place_and_threads = place_of(pipe.model)
@@ -290,12 +290,12 @@ def answered(
 
 @dataclass
 class PictureRun:
-    """What is to be drawn, and what has been drawn so far.
+    """A run of pictures: its inputs and options, and the results so far.
 
     ``inputs`` (one a picture) are of one ``kind``, "classes" or "prompt"; ``ran`` is the method
-    with everything decided that it leaves to this machine, ``reason`` why so. ``certificates`` come
-    with the number of tokens each is about. ``compiled`` is what was asked for,
-    ``records`` say of each of ``outputs`` what it was drawn from.
+    with all machine-dependent options resolved, ``reason`` explains them. ``certificates`` come
+    with the number of tokens each is about. ``compiled`` is the option as given; ``records`` hold,
+    for each of ``outputs``, the facts to draw it again.
     """
 
     model: str
@@ -308,10 +308,10 @@ class PictureRun:
     out: Path
     compiled: Compiled = False
     batch_invariant: bool = False
-    wanted: dict[str, Any] = field(default_factory=dict)  # what pictures are like: height, …
+    wanted: dict[str, Any] = field(default_factory=dict)  # options of the pictures: height, …
     outputs: list[str] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)  # from which they are drawn again
-    planning_seconds: float = 0.0  # what the method was decided in, before the first picture
+    records: list[dict[str, Any]] = field(default_factory=list)  # the facts to draw pictures again
+    planning_seconds: float = 0.0  # the time to decide the method, before the first picture
     seconds: float = 0.0
     stats: Stats = field(default_factory=Stats)
     ran: str = ""
@@ -445,7 +445,7 @@ def draw(pipe: Images, run: PictureRun, tell: Callable[[str], None], callback: A
 
 @contextmanager
 def planning_bar() -> Iterator[None]:
-    """A bar of what is measured for a plan meanwhile."""
+    """Show a bar of a plan's measurements during the block."""
     with tqdm(desc="planning", unit="run", disable=None, leave=False) as bar:
 
         def moved(event: object) -> None:
@@ -459,7 +459,7 @@ def planning_bar() -> Iterator[None]:
 
 @contextmanager
 def moving(bar: Any, share: float = 1.0) -> Iterator[None]:
-    """Within the block ``bar`` moves within the pictures of a call, by a ``share`` for each."""
+    """Move ``bar`` during the block by the pictures of a call, each by ``share``."""
     before = bar.n
 
     def moved(event: object) -> None:

@@ -1,8 +1,8 @@
 """Pictures and films that a request names by address: data, and http(s) of public machines alone.
 
-Whoever may send a request could otherwise have the server read what only it can reach. So files are
-never opened, a host's addresses are looked up once and all must be public, and the connection goes
-to one of those that were checked; redirects are followed in the same way.
+Otherwise a client could have the server read files and hosts that only the server can reach. So
+files are never opened, a host's addresses are looked up once and all must be public, and the
+connection goes to one of those that were checked; redirects are followed in the same way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REDIRECTS = 3
 PIECE = 1 << 16  # bytes read at a time
 # MP4 and MOV, WebM and Matroska, AVI: other kinds may be lists of other files, which a reader opens
 FILM = re.compile(rb".{4}ftyp|\x1aE\xdf\xa3|RIFF.{4}AVI ", re.DOTALL)
-MOST_FRAMES = 1024  # of a film that are shown
+MOST_FRAMES = 1024  # shown frames of a film
 DECODED = 100  # times the pixels that are shown may be decoded: frames in between, too
 PUBLIC_V6 = ipaddress.ip_network("2000::/3")
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -54,8 +54,8 @@ class Looking:
         self.remote = remote
 
     def picture(self, address: Any, place: str) -> Image.Image:
-        """The picture at an ``address``, which is called ``place`` in the request; :class:`Refused`
-        for what is none, may not be reached, or is too large.
+        """The picture at an ``address``, which is called ``place`` in the request; raises
+        :class:`Refused` if it is no picture, must not be reached, or is too large.
         """
         with self._next(place):
             found = header(io.BytesIO(self._read(address)), self.pixels)
@@ -64,7 +64,7 @@ class Looking:
 
     def film(self, address: Any, place: str) -> Video:
         """The film at an ``address``, as :meth:`picture`. The frames that a processor chooses are
-        decoded when it asks for them, once; ``ValueError`` for what is no film.
+        decoded once, when it asks for them; ``ValueError`` if it is no film.
         """
         with self._next(place):
             data = self._read(address)
@@ -73,7 +73,7 @@ class Looking:
                 try:
                     with header(io.BytesIO(data), self.pixels) as found:
                         count, size = getattr(found, "n_frames", 1), found.width * found.height
-                except Exception as error:  # of a damaged one, in any way
+                except Exception as error:  # a damaged film fails in any way
                     kinds = "videos are MP4, MOV, WebM, MKV, AVI, GIF, WebP or APNG"
                     raise ValueError(f"{sentence_of(error)}; {kinds}") from error
         self._check(place, count, 1, size)
@@ -116,7 +116,7 @@ class Looking:
                 raise ValueError(str(error).replace(file.name, place)) from None
 
     def _check(self, place: str, count: int, shown: int, size: int) -> None:
-        """Refuse ``count`` frames of ``size`` pixels, of which some are ``shown``, if too many."""
+        """Refuse a film of ``count`` frames of ``size`` pixels, ``shown`` of them, if too many."""
         most, read = self.pixels, self.pixels * DECODED
         if shown > MOST_FRAMES or shown * size > most or count * size > read:
             raise TooLarge(
@@ -146,9 +146,10 @@ class Looking:
 
 
 def fetched(address: str, most: int) -> bytes:
-    """At most so many bytes at an http(s) ``address`` of a public machine.
+    """At most ``most`` bytes from an http(s) ``address`` of a public machine.
 
-    Raises ``ValueError``, whose text begins with "must", for any other and for what fails.
+    Raises ``ValueError``, with a text that begins with "must", for other addresses and for
+    failures.
     """
     end = time.monotonic() + PATIENCE
     for _ in range(REDIRECTS + 1):

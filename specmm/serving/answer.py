@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specmm.core.sorting import largest
 from specmm.hf.models.target import ProbsProcessor
 from specmm.hf.prompts.options import Options
 from specmm.hf.prompts.prompt import VLMPrompt
@@ -40,7 +41,7 @@ class GrowingText:
         self.shown = ""
 
     def add(self, ids: Sequence[int]) -> str:
-        """What ``ids`` add to the text for sure."""
+        """The text that ``ids`` add and that can no longer change."""
         self.ids += ids
         if self.whole:
             return self._new(self.stops.sure(self.ids))
@@ -54,7 +55,7 @@ class GrowingText:
         return found
 
     def end(self) -> str:
-        """What is left of the text once all tokens are there."""
+        """The rest of the text, after the last token."""
         text = self.stops.cut(self.ids)
         return self._new(text.strip() if self.stripped else text, last=True)
 
@@ -70,8 +71,8 @@ class GrowingText:
 
 @dataclass(eq=False)  # equal requests are not the same one
 class Answer:
-    """A request in an engine: its ``prompt`` as the model reads it, the ``limit`` of its tokens, by
-    which ``processor`` and with which ``generator`` they are drawn, and what has come of it.
+    """A request in an engine: its ``prompt`` as the model reads it, the ``limit`` of its tokens,
+    the ``processor`` and the ``generator`` that draw them, and the tokens so far.
     """
 
     asked: Asked
@@ -97,14 +98,14 @@ class Answer:
 
     @property
     def given_up(self) -> str:
-        """Why it does not go on, if so: nobody waits for it, or its time is over."""
+        """Why the answer must end early ("cancelled" or "timeout"), else ""."""
         if self.cancelled:
             return "cancelled"
         return "timeout" if time.monotonic() > self.deadline else ""
 
     @cached_property
     def ids(self) -> list[int]:
-        """Those of the prompt."""
+        """The ids of the prompt."""
         return self.prompt.rows()[0]
 
     @property
@@ -118,12 +119,12 @@ class Answer:
         return self.prompt_tokens + self.limit
 
     def heard(self, logits: Tensor, tokens: Sequence[int]) -> None:
-        """Keep how likely ``tokens`` [n] were by ``logits`` [n, V], if that was asked for."""
+        """Store the log-probabilities of ``tokens`` [n] by ``logits`` [n, V], if asked for."""
         if self.asked.logprobs is None:
             return
         scores = logits.float().log_softmax(-1)
         count = self.asked.logprobs
-        best, which = scores.topk(count, dim=-1) if count else (scores[:, :0], scores[:, :0].long())
+        best, which = largest(scores, count) if count else (scores[:, :0], scores[:, :0].long())
         rows = zip(tokens, scores, best.tolist(), which.tolist(), strict=True)
         for token, own, values, ids in rows:
             top = [self._said(i, value) for i, value in zip(ids, values, strict=True)]
@@ -131,11 +132,11 @@ class Answer:
 
     @property
     def weighs_prompt(self) -> bool:
-        """Whether it is to be told how likely each token of the prompt is."""
+        """Whether the prompt's log-probabilities were asked for."""
         return self.asked.echo and self.asked.logprobs is not None
 
     def begin(self) -> None:
-        """Tell the prompt, which has been read, if that was asked for."""
+        """Send the prompt, which has been read, if that was asked for."""
         if not self.asked.echo:
             return
         given, said = self.asked.prompt, self.logprobs
@@ -150,7 +151,7 @@ class Answer:
         return TokenLogprob(token, self.ids_of(token), score, top)
 
     def grow(self, tokens: Sequence[int]) -> None:
-        """Tell what ``tokens`` add."""
+        """Send the text of ``tokens``."""
         if not tokens:
             return
         text = self.text.add(tokens)
@@ -158,7 +159,7 @@ class Answer:
         self.tell(Piece(text, list(tokens), said))
 
     def end(self, reason: str, method: str = "", certificate: str = "", error: str = "") -> None:
-        """Tell the end, once."""
+        """Send the end, once."""
         if self.over:
             return
         self.over = True
@@ -169,7 +170,7 @@ class Answer:
 
 
 class RowStops:
-    """Ends rows at end tokens ``ids``, and where the texts of each one's answer say."""
+    """Ends rows at end tokens ``ids``, and at the stop texts of each row's answer."""
 
     def __init__(self, ids: Sequence[int], device: torch.device) -> None:
         self.ids = torch.tensor(list(ids), dtype=torch.int64, device=device)
@@ -195,6 +196,6 @@ class RowStops:
         """The engine has put the answer there."""
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         self.rows[row] = self.rows[-1]
         self.rows.pop()

@@ -1,6 +1,4 @@
-"""From requests as OpenAI's clients write them, with vLLM's further settings, to what they ask of
-an engine.
-"""
+"""Parses requests of OpenAI's protocol, with vLLM's further settings, for an engine."""
 
 from __future__ import annotations
 
@@ -45,10 +43,10 @@ IGNORED = (  # fields that change no answer
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server lets in: requests with the ``api_key`` ("": all), with pictures at http(s)
-    addresses or without, of at most so many tokens an answer (None: as many as the model has room
-    for), answers, pictures, pixels in all and bytes; so many pictures may wait to be drawn.
-    ``sampling`` are options by model where a request has none.
+    """A server's limits on requests: the ``api_key`` they need ("": none), whether pictures may be
+    at http(s) addresses, and the most tokens an answer (None: as many as the model has room for),
+    answers, pictures, pixels in all, bytes, and pictures that wait to be drawn. ``sampling`` are
+    options by model where a request has none.
     """
 
     api_key: str = ""
@@ -64,8 +62,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request wants: what is ``asked`` for each answer, in their order, of each prompt ``n``
-    of them; as a ``stream``, with the ``usage`` at its end.
+    """A parsed request: the answers ``asked`` for, in order, ``n`` for each prompt; whether as a
+    ``stream``, and with ``usage`` at its end.
     """
 
     asked: Sequence[Asked]
@@ -77,10 +75,10 @@ class Wanted:
 def chat(
     fields: Fields, settings: Settings, own: Mapping[str, Any], parsing: Parsing | None
 ) -> Wanted:
-    """A request for a chat's next message; ``own`` are the model's options, and by ``parsing`` its
-    answers are read.
+    """Parse a request for a chat's next message; ``own`` are the model's options, and ``parsing``
+    reads its answers.
 
-    Raises :class:`Refused`. Pictures are opened here, which takes its time.
+    Raises :class:`Refused`. Pictures are opened here, which may take a while.
     """
     options = _options(fields, settings, own, "max_completion_tokens", "max_tokens")
     top = fields.whole("top_logprobs", 0, MOST_TOP)
@@ -248,9 +246,9 @@ def _biases(fields: Fields) -> list[list[Any]] | None:
 
 
 def _grammar(fields: Fields) -> Grammar | None:
-    """How an answer is spelled, by whichever of the ways to say so is there.
+    """The grammar of an answer, from whichever field has one.
 
-    Texts become grammars as they are: functions of :mod:`specmm.structured` would open files.
+    Texts are used as grammars directly: functions of :mod:`specmm.structured` would open files.
     """
     told = fields.inner("structured_outputs") or Fields({})
     ways = [(fields, f"guided_{kind}", kind) for kind in SPELLED]

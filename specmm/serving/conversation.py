@@ -1,4 +1,4 @@
-"""A conversation: each turn reads only what the turns before have not."""
+"""A conversation in which each turn reads only the tokens that earlier turns have not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Conversation:
         self.last: Ended | None = None
 
     def engine(self) -> BatchEngine:
-        """What answers; it is made anew where weights are others than in the last turn."""
+        """The engine; it is made anew if the weights have changed since the last turn."""
         model = self.pipe.model
         with turns_of(model).take():
             return self._engine.of([*model.parameters(), *model.buffers()], self._made)
@@ -58,7 +58,7 @@ class Conversation:
         return "".join(self.stream(text, images))
 
     def stream(self, text: str, images: Sequence[Any] = ()) -> Iterator[str]:
-        """As :meth:`ask`, as it is made; whoever stops listening ends it, and it is forgotten."""
+        """As :meth:`ask`, in pieces. Closing the iterator ends and forgets the answer."""
         said: SimpleQueue[Piece | Ended] = SimpleQueue()
         parts = [{"type": "image", "image": image} for image in images]
         content = [*parts, {"type": "text", "text": text}] if parts else text

@@ -1,6 +1,6 @@
-"""What a round costs, learnt as rounds are played: the ground on which drafts are chosen.
+"""Learns the cost of rounds as they are played; drafts are chosen by it.
 
-Shape letters: F things that a forward has some of.
+Shape letters: F features of a forward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ NEWEST = 0.1  # weight of the latest measurement
 
 
 class ForwardSeconds:
-    """Seconds of a forward: what any takes, and so much for each of ``count`` things (F) that it
-    may have some of, by least squares that forget.
+    """Seconds of a forward as a linear function of ``count`` features (F), with a constant, by
+    least squares with forgetting.
     """
 
     def __init__(self, count: int) -> None:
@@ -30,7 +30,7 @@ class ForwardSeconds:
         self.known = np.zeros(count + 1)
 
     def observe(self, seconds: float, *some: float) -> None:
-        """A forward that had ``some`` of each took ``seconds``."""
+        """Learn that a forward with features ``some`` took ``seconds``."""
         seen = np.array([1.0, *some])
         # relative errors count: a long round is not measured more exactly than a short one
         weight = 1 / max(seconds, 1e-6) ** 2
@@ -40,14 +40,14 @@ class ForwardSeconds:
         self.known = np.linalg.solve(self.squares + ridge, self.moments).clip(min=0)
 
     def of(self, *some: Any) -> Any:
-        """Seconds of a forward that has ``some`` of each, numbers or arrays of them; 0 before
-        anything is known.
+        """Predicted seconds of a forward with features ``some`` (numbers or arrays); 0 before any
+        observation.
         """
         return sum((c * x for c, x in zip(self.known[1:], some, strict=True)), self.known[0])
 
 
 class RoundCosts:
-    """What rounds have taken."""
+    """The seconds of an engine's rounds."""
 
     def __init__(self) -> None:
         self.target = ForwardSeconds(3)  # without the network: rows, drafts, and places of neither
@@ -55,7 +55,7 @@ class RoundCosts:
 
 
 class Pieces:
-    """How many tokens of a prompt are read beside a round: what takes ``BESIDE`` rounds."""
+    """Chooses how many tokens of a prompt are read beside a round: those of ``BESIDE`` rounds."""
 
     LEAST, MOST = 32, MOST_NODES
 
@@ -64,8 +64,8 @@ class Pieces:
         self.round_seconds = 0.0
 
     def size(self, before: int = 0) -> int:
-        """Tokens of the next piece, where so many were read ``before``; what any forward takes
-        does not count.
+        """Tokens of the next piece after ``before`` tokens; a forward's constant seconds do not
+        count.
         """
         _, pair, token = self.seconds.known
         if not token or not self.round_seconds:
@@ -74,17 +74,17 @@ class Pieces:
         return int(min(max(wanted, self.LEAST), self.MOST))
 
     def ride(self, before: int, tokens: int) -> bool:
-        """Whether a piece is read in a round's forward: not if that takes longer than the piece by
-        itself, for then its first token comes later.
+        """Whether to read a piece in a round's forward: not if that would take longer than reading
+        it alone, which would delay its first token.
         """
         alone = self.seconds.of(before * tokens / PAIRS, tokens)
         return bool(self.round_seconds <= alone)
 
     def read(self, before: int, tokens: int, seconds: float) -> None:
-        """A piece of ``tokens`` took so long, where so many were read ``before``."""
+        """Learn that a piece of ``tokens`` after ``before`` took ``seconds``."""
         self.seconds.observe(seconds, before * tokens / PAIRS, tokens)
 
     def played(self, seconds: float) -> None:
-        """A round took so long."""
+        """Learn that a round took ``seconds``."""
         last = self.round_seconds
         self.round_seconds = last + NEWEST * (seconds - last) if last else seconds

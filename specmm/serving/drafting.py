@@ -1,10 +1,10 @@
-"""What an engine drafts in each round: as much as pays, measured by the tokens a second it brings.
+"""Chooses an engine's drafts in each round: as many as pay, by the tokens a second that they bring.
 
-Drafts come from what was said (:mod:`specmm.hf.drafters.suffix`: the row's own text and all answers
-of the engine), at no cost, and from a network if the model has a drafter. How many a round has (0:
-plain decoding) is what has the largest goodput: the tokens expected, by what rows have kept so far,
-over the seconds that rounds of this size have taken (SmartSpec, arXiv 2406.14066). They go to the
-rows that are likeliest to keep them (TETRIS, arXiv 2502.15197).
+Drafts come from earlier text (:mod:`specmm.hf.drafters.suffix`: the row's own and all answers of
+the engine), at no cost, and from a network if the model has a drafter. The number of drafts in a
+round (0: plain decoding) maximises the goodput: expected tokens, by the rows' acceptance so far,
+over the seconds of rounds of this size (SmartSpec, arXiv 2406.14066). Drafts go to the rows that
+are likeliest to accept them (TETRIS, arXiv 2502.15197).
 
 Shape letters: B rows, D deepest level.
 """
@@ -35,20 +35,20 @@ from specmm.verify.rule import VerifyResult
 LONGEST = 16  # tokens of a guess from what was said
 FIRM = 4.0  # drafts as which what is believed of all rows counts for a new one
 NEWEST = 0.05  # weight of the latest round in what is believed of the network's drafts
-BINS = 10  # of chances that the network gives its drafts, of each of which is learnt what they hold
-HOPED = 0.7  # of a network's draft, that it is kept, before any was seen
-GAIN = 1.1  # by which the network must promise more before it begins
+BINS = 10  # bins of the network's probabilities, each with its own measured acceptance
+HOPED = 0.7  # the assumed acceptance of a network's draft, before the first
+GAIN = 1.1  # the factor by which the network's goodput must be higher before it begins
 MISSED = 512  # tokens of a row that the network reads later, if it has not drafted
 
 
 @runtime_checkable
 class LateDrafter(BatchingDrafter, Joining, Protocol):
-    """Drafts chains, and can read later what rounds committed for which it has not drafted."""
+    """Drafts chains, and can read the tokens of rounds in which it did not draft later."""
 
     max_depth: int
 
     def weigh(self) -> None:
-        """Say from now on how likely each draft of a chain is (``DraftTree.chances``)."""
+        """Record the probability of each draft of a chain from now on (``DraftTree.chances``)."""
 
     def absorb(self, feedback: Feedback) -> None:
         """Read the tokens of a round, of at most ``max_depth`` + 1 a row, and draft nothing."""
@@ -56,11 +56,11 @@ class LateDrafter(BatchingDrafter, Joining, Protocol):
 
 @dataclass
 class RowDrafts:
-    """What is known of a row: its ``text``, what is guessed to follow, how many of its drafts were
-    ``expected`` to be kept, and how many were ``kept``.
+    """A row's drafting state: its ``text``, the guess of what follows, how many of its drafts were
+    ``expected`` to be accepted, and how many were (``kept``).
 
-    What a network may read of it: its prompt, ``started``, and the tokens ``said`` with the
-    ``states`` before them, of which it has ``read`` some. A row that is ``lost`` it cannot read.
+    For the network: its prompt, ``started``, and the tokens ``said`` with the ``states`` before
+    them, of which the network has ``read`` some. A ``lost`` row can no longer be read.
     """
 
     text: SuffixRow
@@ -90,7 +90,7 @@ class RowDrafts:
         return torch.cat(found)[-count:]
 
     def trust(self, usual: float) -> float:
-        """By what its estimated probabilities are to be multiplied, where ``usual`` is for all."""
+        """The factor for this row's probabilities, where ``usual`` is that of all rows."""
         return (self.kept + FIRM * usual) / (self.expected + FIRM)
 
 
@@ -98,7 +98,7 @@ class Drafts:
     """The drafter of an engine of ``target``, with the ``network`` that drafts for it, if any, and
     its name. What rounds ``costs``, and the network, may be known from other answers.
 
-    Without ``guesses`` it drafts nothing from what was said. A
+    Without ``guesses`` it drafts nothing from earlier text. A
     :class:`specmm.core.drafter.BatchingDrafter` whose rows join and leave.
     """
 
@@ -120,27 +120,27 @@ class Drafts:
         self.earlier = EarlierAnswers()
         self.banned = frozenset(target.image_tokens)
         self.rows: list[RowDrafts] = []
-        self.trusted = 1.0  # what is usual of rows
+        self.trusted = 1.0  # the usual factor of rows
         self.costs, self.network_costs = costs.target, costs.network
         self.drafting = False  # whether the network drafts
         self.left = 0.0  # tokens that all rows still want
-        self.start_seconds = 0.0  # of reading a prompt by the network
-        self.kept_by = np.full(BINS, HOPED)  # of a network's drafts by chance, if those above are
-        self.bins = np.zeros((0, deep), dtype=int)  # of the last drafts' chances
-        self.usual = np.cumprod(np.full(deep, HOPED))  # of a network's drafts by depth
+        self.start_seconds = 0.0  # the network's seconds to read a prompt
+        self.kept_by = np.full(BINS, HOPED)  # acceptance of the network's drafts by bin
+        self.bins = np.zeros((0, deep), dtype=int)  # bins of the last drafts' probabilities
+        self.usual = np.cumprod(np.full(deep, HOPED))  # the same by depth
         self.drafted = np.zeros(0, dtype=bool)  # rows whose last drafts are the network's
         self.spent = 0.0  # seconds of the network in this round
         self.offered = self.taken = 0  # drafts of this round, and those kept
 
     @property
     def method(self) -> str:
-        """What drafts, in words."""
+        """The sources of drafts, as text."""
         said = [methods.Suffix.name] if self.longest else []
         own = [] if self.network is None else [self.name]
         return " and ".join([*own, *said]) or methods.AR.name
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """The first row."""
+        """Begin with the first row."""
         self.start_row(0)
 
     def start_row(self, row: int) -> None:
@@ -159,7 +159,7 @@ class Drafts:
             self.network.join()
 
     def leave(self, row: int) -> None:
-        """Without ``row``: what was answered there may be drafted from."""
+        """Remove ``row``; later answers may draft from its text."""
         self.earlier.add(self.rows[row].text.answer)
         self.rows[row] = self.rows[-1]
         self.rows.pop()
@@ -175,8 +175,8 @@ class Drafts:
     # ---- the network
 
     def _choose(self, alone: float) -> None:
-        """Whether the network drafts in this round: as long as that has more goodput than without
-        it, ``alone``, and from when on it makes good for what it has to read first.
+        """Decide whether the network drafts in this round: if its goodput exceeds the goodput
+        without it, ``alone``, by enough to pay for the tokens it must read first.
         """
         assert self.network is not None
         count = len(self.rows)
@@ -192,7 +192,7 @@ class Drafts:
             self.drafting = not own or self.left * (1 / alone - 1 / own) >= seconds
 
     def _hear(self, feedback: Feedback) -> None:
-        """Keep what the last round committed, for the network to read."""
+        """Store the tokens that the last round committed, for the network to read."""
         assert feedback.result is not None and feedback.tokens is not None
         pairs = zip(feedback.tokens.tolist(), feedback.result.kept.tolist(), strict=True)
         for row, own, (tokens, kept) in zip(self.rows, feedback.kept_hidden(), pairs, strict=True):
@@ -202,8 +202,9 @@ class Drafts:
                 row.said += tokens[:kept]
 
     def _catch_up(self, feedback: Feedback) -> Feedback:
-        """Let the network read what it has not, but for the tokens of a last round; that round, in
-        place of the real one's ``feedback`` if it was deeper or others were missed.
+        """Let the network read the tokens that it has missed, except those of one last round;
+        returns that round's feedback, which replaces ``feedback`` if that was deeper or tokens were
+        missed.
         """
         network = self.network
         assert isinstance(network, LateDrafter)
@@ -225,8 +226,8 @@ class Drafts:
         return self._missed(width, 0, feedback.token)
 
     def _missed(self, width: int, left: int, token: Tensor) -> Feedback:
-        """The next ``width`` tokens of each row that were missed, but for the last ``left``, as the
-        feedback of a round.
+        """The next ``width`` missed tokens of each row, without the last ``left``, as the feedback
+        of a round.
         """
         count = len(self.rows)
         kept = []
@@ -248,7 +249,7 @@ class Drafts:
     # ---- a round
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """Chains from what was said or the network."""
+        """Chains from earlier text or the network."""
         for row in self.rows if self.longest else ():
             row.guess = row.text.guess(self.longest)
         self.spent = 0.0
@@ -264,8 +265,8 @@ class Drafts:
         return self._chains(roots, depths)
 
     def _chains(self, tokens: Tensor, depths: np.ndarray) -> DraftTree:
-        """Chains as deep as ``depths`` [B], in place of ``tokens`` [B, D + 1] what is guessed of
-        rows that the network does not draft for.
+        """Chains of depths ``depths`` [B]; in rows that the network does not draft for, guesses
+        replace ``tokens`` [B, D + 1].
         """
         for number, row in enumerate(self.rows):
             own = row.guess.tokens[: depths[number]]
@@ -284,7 +285,7 @@ class Drafts:
         for row in self.rows:
             row.read = len(row.said)
         assert tree.chances is not None
-        chances = tree.chances[:, 1:].nan_to_num().numpy(force=True)  # of a row that is spoilt
+        chances = tree.chances[:, 1:].nan_to_num().numpy(force=True)  # NaN in a row that is spoilt
         self.bins = (chances * BINS).astype(int).clip(max=BINS - 1)
         own = self.kept_by[self.bins].cumprod(1)
         self.usual += NEWEST * (own.mean(0) - self.usual)
@@ -295,14 +296,14 @@ class Drafts:
         return self._chains(tree.tokens[:, : depths.max() + 1].clone(), depths)
 
     def _trusted(self, row: RowDrafts, length: int) -> np.ndarray:
-        """How likely each of ``length`` guessed tokens of a ``row`` is kept, 0 beyond its guess."""
+        """The probabilities that ``length`` guesses of a ``row`` are accepted, 0 beyond them."""
         found = np.zeros(length)
         probs = row.guess.probs[:length]
         found[: len(probs)] = np.minimum(np.array(probs) * row.trust(self.trusted), 1.0)
         return found
 
     def _said(self, length: int) -> np.ndarray:
-        """How likely what was said is kept, of each row by depth: [B, ``length``]."""
+        """The probabilities that guesses are accepted, by row and depth: [B, ``length``]."""
         return np.stack([self._trusted(row, length) for row in self.rows])
 
     def _best(self, likely: np.ndarray, extra: float) -> tuple[float, np.ndarray]:
@@ -317,7 +318,7 @@ class Drafts:
         order = np.argsort(-own.T, axis=None, kind="stable")  # the likeliest first, none above it
         level = order // len(own)
         most = np.arange(deepest + 1)[:, None]  # D + 1 choices of how deep a chain may be
-        there = np.pad(level < most, ((0, 0), (1, 0)))  # of each, all numbers of drafts
+        there = np.pad(level < most, ((0, 0), (1, 0)))  # for each depth, all numbers of drafts
         drafts = alike * there.cumsum(1)
         gained = rows + (there * np.append(0.0, own.T.flatten()[order])).cumsum(1)
         seconds = self.costs.of(rows, drafts, rows * most - drafts) + extra
@@ -327,8 +328,8 @@ class Drafts:
         return float(rate[deep, count]), np.bincount(taken, minlength=len(own)).repeat(alike)
 
     def observe(self, feedback: Feedback, seconds: float, beside: int = 0) -> None:
-        """A round took so many ``seconds``; ``feedback`` is what it gave. So many tokens of prompts
-        were read ``beside`` it.
+        """Learn from a round that took ``seconds`` and returned ``feedback``, with ``beside``
+        tokens of prompts read in its forward.
         """
         tree, _ = feedback.drafted
         rows, nodes = tree.tokens.shape

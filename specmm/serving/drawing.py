@@ -21,8 +21,8 @@ IGNORED = ("user",)
 
 
 class Painter:
-    """Draws pictures by the pipeline ``pipe`` of the model ``name``, if a request names no method
-    by ``method``; none any more once it is ``stopped``.
+    """Draws pictures by the pipeline ``pipe`` of the model ``name``, by ``method`` unless a request
+    names one; it refuses requests once it is ``stopped``.
     """
 
     def __init__(self, name: str, pipe: Any, method: Any) -> None:
@@ -35,7 +35,7 @@ class Painter:
     def open(cls, model: str, place: Place, method: str, drafter: str | None) -> Painter:
         """The painter of a ``model``; ``auto`` is plain decoding where a family has no ``auto``.
 
-        Raises ``ValueError`` for a model or method that there is not.
+        Raises ``ValueError`` for an unknown model or method.
         """
         registry = methods_of("images", model)
         known = method if method != methods.Auto.name or method in registry else methods.AR.name
@@ -43,10 +43,10 @@ class Painter:
         return cls(model, open_model("images", model, place, made, drafter), made)
 
     def wanted(self, fields: Fields, most: int) -> Callable[[Callable[[], bool]], dict[str, Any]]:
-        """What draws the pictures of a request, told by a function whether nobody waits for them
-        any more.
+        """The function that draws the pictures of a request; its argument tells whether the client
+        has left.
 
-        Raises :class:`Refused` and ``ValueError`` for what is not drawn.
+        Raises :class:`Refused` and ``ValueError`` for requests that cannot be drawn.
         """
         prompt = fields.any("prompt")
         if isinstance(prompt, bool) or not isinstance(prompt, str | int) or prompt == "":

@@ -2,8 +2,8 @@
 
 Prompts are read in pieces beside rounds, or in their forwards where that keeps nobody waiting, so
 that no answer waits long for another's prompt; several short ones are read at once. Every row has
-its own settings, limit, stops and generator, and its tokens do not depend on the others, but for
-how products of other sizes round.
+its own settings, limit, stops and generator, and its tokens do not depend on other rows, except for
+the rounding of products of other sizes.
 
 Shape letters: N nodes, V vocabulary.
 """
@@ -53,7 +53,7 @@ COUNTS = dict.fromkeys((*READ, *PLAYED, *DRAFTED, *ENDS), 0)
 
 @dataclass
 class _Read:
-    """Prompts being read, and whose they are."""
+    """Prompts being read, and their answers."""
 
     reading: Reading
     answers: list[Answer]
@@ -62,9 +62,9 @@ class _Read:
 class BatchEngine:
     """Answers requests to the model of ``pipe``; see :class:`specmm.serving.requests.Engine`.
 
-    ``stripped``: whether blanks around a chat's answer are left out. ``network(target)`` is what
-    drafts beside what was said: a name, and a drafter whose rows join and leave. Of a model whose
-    rows cannot join others, requests are answered one after the other.
+    ``stripped``: whether blanks around a chat's answer are left out. ``network(target)`` returns a
+    drafter whose rows join and leave, with its name, to draft besides earlier text. If a model's
+    rows cannot join a batch, requests are answered one after another.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class BatchEngine:
         self.stops = RowStops(self.ends, self.target.device)
         self.waiting: deque[Answer] = deque()
         self.read: _Read | None = None
-        self.beside: list[_Read] = []  # which the next round reads pieces of
+        self.beside: list[_Read] = []  # pieces to read in the next round
         self.pieces = Pieces()
         self.costs = RoundCosts()
         self.prefixes = Prefixes(limits.prefixes if self.target.resumes else 0)
@@ -109,7 +109,7 @@ class BatchEngine:
         return answer
 
     def forget(self) -> None:
-        """Keep nothing of earlier answers but what rounds and pieces cost, while there are none."""
+        """Forget earlier answers, but not the costs; only while nothing is answered."""
         with turns_of(self.pipe.model).take(object()):
             self.made = Counter(COUNTS)
             self.prefixes = Prefixes(self.prefixes.most)
@@ -134,7 +134,7 @@ class BatchEngine:
             self.closing = True
             self.deadline = time.monotonic() + seconds
             self.changed.notify()
-        if threading.current_thread() is not self.thread:  # where what asks it is collected
+        if threading.current_thread() is not self.thread:  # the collector runs in any thread
             self.thread.join()
 
     def _check_room(self) -> None:
@@ -152,7 +152,7 @@ class BatchEngine:
         self.stops.rows.clear()
         self.drafts = Drafts(target, self.make_network(target), self.limits.drafts, self.costs)
         network = self.drafts.network
-        if network is not None:  # it makes its memory for a prompt of one token
+        if network is not None:  # a network sizes its memory by a prompt of one token
             prompt = VLMPrompt({**padded([[0]])}, 1).to(target.device, target.dtype)
             reading = Reading(target, prompt, [Processor(0.0)], 1, 1)
             reading.go_on(1)
@@ -169,7 +169,7 @@ class BatchEngine:
 
     @property
     def answers(self) -> list[Answer]:
-        """Those that have a row, by its number."""
+        """The answers that have a row, by its number."""
         return self.stops.rows
 
     def _work(self) -> None:
@@ -187,21 +187,21 @@ class BatchEngine:
 
     @property
     def _busy(self) -> bool:
-        """Whether anybody is to be answered."""
+        """Whether there is anything to answer."""
         return bool(self.waiting or self.read or self.answers)
 
     def _steps(self, turns: Turns) -> None:
-        """Steps of one turn, which takes a while to begin, until another thread waits for it."""
+        """Steps within one turn (costly to begin) until another thread waits for its turn."""
         while True:
             try:
                 self._step()
-            except Exception as error:  # of poisoned weights, or without memory
+            except Exception as error:  # poisoned weights, or no memory
                 self._begin_anew(error)
             if turns.waiting or self.closing or not self._busy:
                 return
 
     def _stopped(self) -> bool:
-        """Whether all is answered, or there is no time left for it."""
+        """Whether the engine is closed and everything is answered or its time is over."""
         left = [*self.answers, *self.waiting, *(self.read.answers if self.read else ())]
         if left and time.monotonic() < self.deadline:
             return False
@@ -210,7 +210,7 @@ class BatchEngine:
         return True
 
     def _step(self) -> None:
-        """Free the rows of those who left, read a piece of a prompt, play a round."""
+        """Free cancelled rows, read a piece of a prompt, play a round."""
         for row in reversed(range(self.rows.count)):
             if reason := self.answers[row].given_up:
                 self._leave(row, reason)
@@ -223,8 +223,8 @@ class BatchEngine:
             self._round()
 
     def _read_some(self) -> None:
-        """Read a piece of a prompt, beside the next round if there is one; short ones do not wait
-        for a long one, whose piece is less.
+        """Read a piece of a prompt, beside the next round if there is one. Short prompts are read
+        beside a long one, whose piece is then smaller.
         """
         taken = 0
         if self.read is None:
@@ -237,12 +237,12 @@ class BatchEngine:
             self._read_piece(self.read, max(room - taken, Pieces.LEAST))
 
     def _room(self, before: int = 0) -> int:
-        """How many tokens of a prompt are read now, where so many were read ``before``."""
+        """How many tokens of a prompt to read now, after ``before`` tokens."""
         return self.pieces.size(before) if self.rows.count else ALONE
 
     def _admit(self, most: int) -> _Read | None:
-        """Begin to read the first prompt that waits and has at most so many tokens to be read, and
-        those after it that can be read at once with it, if there are rows.
+        """Begin to read the first waiting prompt with at most ``most`` unread tokens, together with
+        later ones that can be read in one forward with it, if rows are free.
         """
         free = self.limits.rows - self.rows.count - (len(self.read.answers) if self.read else 0)
         together: list[Answer] = []
@@ -271,8 +271,8 @@ class BatchEngine:
             return None
 
     def _fit(self, answers: Sequence[Answer]) -> bool:
-        """Whether the prompts of ``answers`` can be read at once, and take no longer than a piece
-        may.
+        """Whether the prompts of ``answers`` can be read in one forward that takes no longer than a
+        piece may.
         """
         if any(one.prompt.vision for one in answers) or not self.target.reads_ragged:
             return False
@@ -282,14 +282,14 @@ class BatchEngine:
         return widest * len(answers) <= self._room()
 
     def _known(self, answer: Answer) -> list[Page]:
-        """What was read before of an answer's prompt, up to a page before its last token."""
-        if answer.weighs_prompt:  # for which it is read anew
+        """The stored pages of an answer's prompt, without the page of its last token."""
+        if answer.weighs_prompt:  # its log-probabilities need a new forward
             return []
         pages = self.prefixes.find(answer.root, answer.ids[:-1])
         return pages if len(pages) * PAGE >= max(answer.needed, 1) else []
 
     def _begin(self, answers: list[Answer], pages: Sequence[Page]) -> _Read:
-        """Begin to read the prompts of ``answers``, or of one what does not stand in ``pages``."""
+        """Begin to read the prompts of ``answers``, or of one the part after ``pages``."""
         prompt = answers[0].prompt
         if len(answers) > 1:
             prompt = VLMPrompt({**padded([one.ids for one in answers])}, 1)
@@ -305,7 +305,7 @@ class BatchEngine:
         return _Read(reading, answers)
 
     def _keep_prompt(self, answer: Answer, reading: Reading, number: int) -> None:
-        """Keep pages of a prompt that was read."""
+        """Store pages of a prompt that was read."""
         context = reading.row(number).context
         if context is not None and context.positions is not None:
             context = None  # positions in parts are those of whole prompts
@@ -313,7 +313,7 @@ class BatchEngine:
         self.prefixes.keep(answer.root, answer.ids, made.page)
 
     def _keep_answer(self, row: int) -> None:
-        """Keep pages of a prompt with its answer, for the next turn of a chat."""
+        """Store pages of a prompt with its answer, for the next turn of a chat."""
         answer, cache = self.answers[row], self.target.cache
         start, known = answer.prompt_tokens, int(cache.lengths[row])
         context = None
@@ -328,8 +328,8 @@ class BatchEngine:
         self.prefixes.keep(answer.root, ids, Cut(cache, row, context, start).page)
 
     def _read_piece(self, read: _Read, count: int) -> None:
-        """Read a piece of ``count`` tokens of each of some prompts, now or beside the next round;
-        those that are read join.
+        """Read a piece of ``count`` tokens of each prompt in ``read``, now or beside the next
+        round; finished prompts join the batch.
         """
         if all(one.given_up for one in read.answers):
             self._forget(read)
@@ -358,7 +358,7 @@ class BatchEngine:
         self._have_read(read)
 
     def _have_read(self, read: _Read) -> None:
-        """A piece of prompts has been read: if it was the last, they join."""
+        """After a piece was read: join the batch if it was the last one."""
         if read.reading.left:
             return
         self._forget(read)
@@ -371,7 +371,7 @@ class BatchEngine:
                     self._begin_anew(error)
 
     def _forget(self, read: _Read) -> None:
-        """Prompts are read, or will not be."""
+        """Drop prompts that are read, or never will be."""
         if read is self.read:
             self.read = None
 
@@ -392,7 +392,7 @@ class BatchEngine:
             self._finish(row)
 
     def _round(self) -> None:
-        """Play a round, tell what it gave, end the rows that are done."""
+        """Play a round, send its tokens, end the finished rows."""
         start = time.perf_counter()
         progress = self.rows.progress
         before = progress.counts.tolist()
@@ -428,9 +428,9 @@ class BatchEngine:
             self._have_read(read)
 
     def _spoilt(self) -> dict[int, Exception]:
-        """The rows for which something went wrong in the last round, and what.
+        """The rows that failed in the last round, with the error.
 
-        Raises ``ValueError`` for numbers that are not finite and of no row's logits.
+        Raises ``ValueError`` if numbers other than a row's logits were not finite.
         """
         try:
             self.rows.check()
@@ -441,20 +441,20 @@ class BatchEngine:
         return dict(self.target.processor.failed)
 
     def _heard(self, row: int, gained: int) -> None:
-        """Keep how likely the ``gained`` tokens of a ``row`` were in the last round."""
+        """Store the log-probabilities of the ``gained`` tokens of a ``row`` in the last round."""
         path = self.rows.feedback.drafted[1].path[row, :gained]
         tokens = self.rows.progress.row(row)[-gained:].tolist() if gained else []
         self.answers[row].heard(self.target.logits[row, path], tokens)
 
     def _told(self, row: int, before: int, after: int) -> None:
-        """Tell the tokens of a ``row`` from ``before`` on."""
+        """Send the tokens of a ``row`` from ``before`` on."""
         tokens = self.rows.progress.tokens[row, before:after].tolist()
         self.drafts.extend(row, tokens)
         self.made["tokens"] += len(tokens)
         self.answers[row].grow(tokens)
 
     def _finish(self, row: int) -> None:
-        """End the answer of a ``row`` that is done."""
+        """End the answer of a finished ``row``."""
         answer = self.answers[row]
         ends = () if answer.asked.goes_on else self.ends
         text = answer.text
@@ -470,7 +470,7 @@ class BatchEngine:
         self.rows.leave(row)
 
     def _drop(self, row: int, error: Exception) -> None:
-        """End the answer of a ``row`` that is spoilt, and leave nothing of it."""
+        """End the answer of a failed ``row`` and remove it."""
         self._failed([self.answers[row]], error)
         self.target.cache.clear(row)
         self.rows.leave(row)
@@ -496,8 +496,9 @@ class BatchEngine:
             self.made["error"] += 1
 
     def _begin_anew(self, error: Exception) -> None:
-        """What is in the batch may be spoilt: end its answers, and go on without. Without any, the
-        error is of those who wait, where it would come again.
+        """After an ``error`` that may have spoilt the batch: end its answers and go on with an
+        empty batch. If it was empty, the waiting requests end with the error, which would come
+        again.
         """
         if out_of_memory(error) and (count := self.rows.count) > 1:
             log.warning("%s: memory ran out, going on with %d rows", self.name, count // 2)

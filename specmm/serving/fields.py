@@ -1,4 +1,4 @@
-"""Fields of a request's JSON, each read once and checked; what nobody reads is refused."""
+"""Fields of a request's JSON, each read once and checked; unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from specmm.extending.registry import unknown
 
 
 class Refused(ValueError):
-    """A request that is not served: why, in a sentence, by which field (``param``), and the
-    ``status`` and ``code`` of the answer.
+    """A refused request: the reason as a sentence, the field at fault (``param``), and the
+    ``status`` and ``code`` of the response.
     """
 
     def __init__(
@@ -24,8 +24,8 @@ class Refused(ValueError):
 
 
 class Fields:
-    """The fields of a JSON object ``given``, which is called ``place`` in a request, "" for the
-    whole of it. A field that is null is not there.
+    """The fields of a JSON object ``given``, at ``place`` in the request ("": the whole request). A
+    field that is null counts as missing.
 
     Each method raises :class:`Refused` for a value of another kind.
     """
@@ -40,11 +40,11 @@ class Fields:
         self.known: set[str] = set()
 
     def path(self, name: str) -> str:
-        """What a field is called in the whole request."""
+        """The full name of a field in the request."""
         return f"{self.place}.{name}" if self.place else name
 
     def wrong(self, name: str, wanted: str, got: Any) -> Refused:
-        """The error for a field that must be what is ``wanted``."""
+        """The error for a field that must be ``wanted``."""
         path = self.path(name)
         return Refused(f"{path} must be {wanted}, got {shown(got)}", path)
 
@@ -100,18 +100,18 @@ class Fields:
         return None if value is None else Fields(value, self.path(name))
 
     def ignore(self, *names: str) -> None:
-        """Let fields be there that change no answer."""
+        """Accept fields that change no answer."""
         self.known.update(names)
 
     def only(self, why: str, **usual: Any) -> None:
-        """Refuse fields of another value than the ``usual`` one, with what to do instead."""
+        """Refuse fields with another value than the ``usual`` one, saying what to do instead."""
         for name, value in usual.items():
             got = self.any(name)
             if got is not None and got != value:
                 raise self.wrong(name, f"{shown(value)} or left out ({why})", got)
 
     def done(self) -> None:
-        """Refuse fields that nobody has asked for, with the nearest that there is."""
+        """Refuse fields that nobody has read, with the nearest known name."""
         for name, value in self.given.items():
             if name not in self.known and value is not None:
                 raise Refused(str(unknown("field", self.path(name), self._paths())), name)

@@ -26,7 +26,7 @@ class Form:
     chunk: str
 
     def head(self, model: str, stream: bool) -> dict[str, Any]:
-        """What an answer, or each of its chunks, begins with."""
+        """The first fields of a response, or of each of its chunks."""
         kind = self.chunk if stream else self.kind
         now = int(time.time())
         name = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -88,7 +88,7 @@ def _finite(logprob: float | None) -> float | None:
 
 
 class Sums:
-    """The answers to a request ``wanted``, as they grow, in a ``form``, each read by one of the
+    """The growing answers to a request ``wanted``, in a ``form``, each parsed by one of the
     ``parsers``.
     """
 
@@ -103,7 +103,7 @@ class Sums:
         self.ends: list[Ended | None] = [None] * count
 
     def add(self, number: int, event: Piece | Ended) -> list[dict[str, Any]]:
-        """Note what is told of answer ``number``; the choices of its chunks."""
+        """Record an ``event`` of answer ``number``; returns the choices of its chunks."""
         if isinstance(event, Ended):
             rest = self._said(number, self.parsers[number].end())
             called = event.reason == "stop" and "tool_calls" in self.said[number]
@@ -127,7 +127,7 @@ class Sums:
 
     @property
     def first(self) -> list[dict[str, Any]]:
-        """Choices of the chunks before all others: a chat's answers say whose they are."""
+        """Choices of the first chunks, which give the role of a chat's answers."""
         first = {"role": "assistant", "content": ""}
         return [CHAT.choice(i, first) for i in range(len(self.said))] if self.form is CHAT else []
 
@@ -155,12 +155,12 @@ class Sums:
 
     @property
     def unknown_usage(self) -> dict[str, Any]:
-        """What chunks say of it before the last one."""
+        """The usage field of chunks before the last one."""
         return {"usage": None} if self.wanted.usage else {}
 
     @property
     def own(self) -> dict[str, Any]:
-        """Our own field: by which method, how many tokens a round, and what is claimed."""
+        """Our own field: method, tokens a round, and certificate."""
         rounds = sum(end.rounds for end in self.ended)
         tokens = sum(end.tokens for end in self.ended)
         first = self.ended[0]

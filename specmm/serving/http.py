@@ -1,8 +1,8 @@
 """The server: OpenAI's protocol over engines and picture pipelines, for ``specmm serve``.
 
-Whatever goes wrong is answered by OpenAI's error object with a sentence. Requests are read in
-threads, so that no stream waits for another's pictures; what engines tell comes back into the event
-loop, and whoever hangs up has his rows freed at once.
+Every error is answered by OpenAI's error object with a sentence. Requests are parsed in threads, so
+that no stream waits for another's pictures; engines' events come back into the event loop, and the
+rows of a client that hangs up are freed at once.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def app_of(
 
 
 class Api:
-    """What the paths of the protocol answer. While it is ``draining`` it takes no new requests."""
+    """The handlers of the protocol's paths. While ``draining`` they take no new requests."""
 
     def __init__(
         self, engines: Sequence[Engine], settings: Settings, painters: Sequence[Painter] = ()
@@ -89,7 +89,7 @@ class Api:
         self.waiting = 0  # requests for pictures
 
     async def close(self, seconds: float) -> None:
-        """Take no more requests, and give those that there are ``seconds`` to end."""
+        """Take no more requests, and give running ones ``seconds`` to end."""
         self.draining = True
         ends = [run_in_threadpool(engine.close, seconds) for engine in self.engines.values()]
         await asyncio.gather(*ends, self._drawn(seconds))
@@ -105,7 +105,7 @@ class Api:
     # ---- any request
 
     def guarded(self, answer: Answer) -> Answer:
-        """``answer`` for those who may ask; an error becomes OpenAI's."""
+        """The handler ``answer`` behind the key's check, its errors as OpenAI's."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -121,7 +121,7 @@ class Api:
         return endpoint
 
     def _check(self, request: Request) -> None:
-        """Refuse whoever lacks the key, and all while the server ends."""
+        """Refuse requests without the key, and all requests while the server ends."""
         if not request.url.path.startswith("/v1/"):
             return
         key = self.settings.api_key.encode()
@@ -140,7 +140,7 @@ class Api:
         return _json(body, status, again)
 
     def _told(self, error: Exception, request: Request) -> tuple[dict[str, Any], int]:
-        """What a client is told of an ``error``, which is logged if it is ours, and the status."""
+        """The client's error object for an ``error`` and the status; our own faults are logged."""
         body, status = _error(error)
         if status == 500:
             LOGGER.error("%s failed: %s", request.url.path, sentence_of(error))
@@ -214,7 +214,7 @@ class Api:
         yield DONE
 
     def _raise_failure(self, event: Piece | Ended) -> None:
-        """Raise what an answer that ended badly is refused with."""
+        """Raise the refusal for an answer that ended with an error."""
         if isinstance(event, Ended) and event.reason in ("error", "cancelled", "timeout"):
             status = 504 if event.reason == "timeout" else 503 if self.draining else 500
             raise Refused(event.error or "the answer was cancelled", status=status)
@@ -272,8 +272,8 @@ class Api:
 
 
 class Answers:
-    """What an engine tells of a request's answers, in this event loop; ``gone`` once nobody waits
-    for them, whose rows are then free.
+    """An engine's events about a request's answers, in this event loop; once the client has
+    ``gone``, their rows are freed.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Answers:
             ticket.cancel()
 
     async def __aiter__(self) -> AsyncIterator[Told]:
-        """What is told, with the number of its answer, until all have ended or nobody waits."""
+        """Events with their answers' numbers, until all have ended or the client has gone."""
         left = len(self.tickets)
         try:
             while left and (found := await self.told.get()) is not None:
@@ -356,7 +356,7 @@ async def _gone(request: Request) -> None:
 def _named(
     here: Mapping[str, Any], fields: Fields, others: Mapping[str, Any], elsewhere: str
 ) -> Any:
-    """Which of those ``here`` a request names, or the only one if it names none."""
+    """The entry of ``here`` that a request names, or the only one if it names none."""
     name = fields.text("model") or (next(iter(here)) if len(here) == 1 else "")
     if name in here:
         return here[name]

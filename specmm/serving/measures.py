@@ -1,4 +1,4 @@
-"""What a server measures of itself, and what its engines count, as Prometheus reads them."""
+"""A server's measurements and its engines' counts, in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Measures:
         self.registry.register(self)
 
     def answered(self, path: str, status: int) -> None:
-        """Count an answer; unknown paths are one, for anybody may ask for more and more of them."""
+        """Count an answer; unknown paths are one, since there could be any number of them."""
         known = next((one for one in PATHS if path.startswith(one)), "other")
         self.requests.labels(known, str(status)).inc()
 
     def timed(self, model: str, start: float) -> Callable[[int, Any], None]:
-        """What notes when pieces of answers of a ``model`` come, asked for at ``start``."""
+        """The function that times pieces of ``model``'s answers to a request of ``start``."""
         last: dict[int, float] = {}
         first, between = self.first.labels(model), self.between.labels(model)
 
@@ -59,7 +59,7 @@ class Measures:
         return seen
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """The counts of all engines; those of names that end in ``_total`` only grow."""
+        """The counts of all engines; names that end in ``_total`` are counters."""
         found: dict[str, Any] = {}
         for engine in self.engines:
             for name, value in engine.counts().items():

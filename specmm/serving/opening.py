@@ -1,4 +1,4 @@
-"""Opens what a server serves: engines of models that answer, painters of those that draw."""
+"""Opens a server's models: engines for models that answer, painters for models that draw."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def application(
     limits: Limits,
     settings: Settings,
 ) -> FastAPI:
-    """What serves ``models``; see :func:`specmm.serving.http.app_of`.
+    """The application that serves ``models``; see :func:`specmm.serving.http.app_of`.
 
     Raises ``ValueError`` for models, methods and drafters that do not fit.
     """
@@ -70,9 +70,9 @@ def application(
 
 
 def warm_up(engine: BatchEngine) -> None:
-    """Let ``engine`` answer random texts, one by one and together, for some seconds or one text.
-    Then it knows what rounds and prompts cost, and its memory and kernels are made; all else that
-    they left is forgotten.
+    """Let ``engine`` answer random texts, one by one and together, for some seconds or one text, so
+    that it knows the costs of rounds and prompts and has its memory and kernels. Everything else
+    about these texts is forgotten.
     """
     started = time.monotonic()
     room = engine.preparation.room(1)
@@ -91,7 +91,7 @@ def warm_up(engine: BatchEngine) -> None:
             engine.submit(Asked(None, text, options, goes_on=True), tell)
         for _ in lengths:
             ends.get()
-        if engine.ended:  # it cannot go on, as it says to whoever asks
+        if engine.ended:  # it cannot go on; requests get the error
             return
         if time.monotonic() - started > WARM_SECONDS:
             break
@@ -124,8 +124,8 @@ def open_engine(
     drafter: str | None = None,
 ) -> BatchEngine:
     """The engine of ``model``, a folder, pocket name or hub id of a model that answers or continues
-    texts, where ``place`` says. ``method``: "ar" drafts nothing, "suffix" from what was said,
-    "auto" also with the model's drafter, as does its own method.
+    texts, where ``place`` says. ``method``: "ar" drafts nothing, "suffix" from earlier text, "auto"
+    also with the model's drafter, as does the drafter's own method.
 
     Raises ``ValueError`` for a model that cannot be found, read or served, and other methods.
     """
@@ -143,8 +143,8 @@ def open_engine(
 def engine_of(
     pipe: Pipeline, limits: Limits, method: str = "auto", own: str | None = None
 ) -> BatchEngine:
-    """The engine of an opened ``pipe``; for ``method`` see :func:`open_engine`. ``own``: the method
-    whose drafter "auto" takes, else the first that has one.
+    """The engine of an opened ``pipe``; for ``method`` see :func:`open_engine`. ``own`` is the
+    method whose drafter "auto" takes, by default the first one with a drafter.
 
     Raises ``ValueError`` for a model that cannot be served, and other methods.
     """

@@ -1,7 +1,7 @@
 """Chats' answers read into content, reasoning and tool calls, by transformers' parser of responses.
 
-How a model writes them is its tokenizer's ``response_template``, or what ``transformers serve``
-takes for models of its type.
+Their format is the tokenizer's ``response_template``, or the one that ``transformers serve`` uses
+for the model's type.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ JSON_CALLS = {  # a field of a template, but for what is before and after a call
     "content": "json",
     "transform": {"type": "function", "function": "{content}"},
 }
-Parts = dict[str, Any]  # of a message: CONTENT, THOUGHT, CALLS, those that there are
+Parts = dict[str, Any]  # a message's parts: CONTENT, THOUGHT, CALLS, where present
 
 
 class Plain:
-    """Reads an answer as content, all of it."""
+    """Reads the whole answer as content."""
 
     def add(self, piece: Piece) -> Parts:
         """What a ``piece`` adds to the message."""
@@ -47,8 +47,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Parsing:
-    """How answers of a model are read whose ``tokenizer`` this is, by a ``template``; ``ends`` are
-    its end tokens.
+    """The format of a model's answers: its ``tokenizer``, the ``template`` that parses them, and
+    its end tokens, ``ends``.
     """
 
     tokenizer: Any
@@ -57,8 +57,8 @@ class Parsing:
 
     @classmethod
     def of(cls, pipe: Any, ends: Collection[int]) -> Parsing | None:
-        """That of the model of ``pipe``; None where nobody says how it writes."""
-        # which imports all of that server
+        """The format of ``pipe``'s model; None if neither tokenizer nor transformers has one."""
+        # transformers' module imports its whole server
         from transformers.cli.serving.utils import get_response_template
 
         template = get_response_template(pipe.tokenizer, pipe.model)
@@ -73,8 +73,8 @@ class Parsing:
         return cls(pipe.tokenizer, template, ends)
 
     def form(self, tools: Collection[Any]) -> dict[str, Any]:
-        """The template; without ``tools`` a call is text as any other. Its patterns take so many
-        blanks at most: looking for any number takes the square of the time.
+        """The template; without ``tools`` calls are plain text. Its patterns take a bounded number
+        of blanks, since an unbounded search takes quadratic time.
         """
         kept = {k: v for k, v in self.template["fields"].items() if tools or k != CALLS}
         fields = {k: {**v, "optional": True} for k, v in kept.items()}
@@ -93,8 +93,8 @@ class Parsing:
         return frozenset(i for i, text in self.specials.items() if text in named)
 
     def forced(self, functions: Sequence[Mapping[str, Any]]) -> Grammar | None:
-        """How a call of one of the ``functions`` is spelled. None where the template does not say
-        it: where a call is no JSON of name and arguments between two texts without special tokens.
+        """The grammar of a call of one of the ``functions``. None if the template does not define
+        it: if a call is not JSON of name and arguments between two texts without special tokens.
         """
         field = dict(self.template["fields"].get(CALLS, {}))
         begin = field.pop("open", field.pop("open_pattern", "").removeprefix(r"\s*"))
@@ -129,16 +129,16 @@ class Parsing:
 class Parser:
     """Reads an answer by ``parser``. Blanks around content and around reasoning are left out.
 
-    A call that is none by the template is content, and so is one that the answer's end cuts: no
-    token of ``ends`` ended it.
+    A call that the template cannot parse is content, and so is a call cut off by the answer's end
+    without a token of ``ends``.
     """
 
     def __init__(self, parser: ResponseParser, ends: Collection[int]) -> None:
         self.parser = parser
         self.ends = ends
         self.calls = 0
-        self.body = ""  # of the call that is open
-        self.blanks = dict.fromkeys((CONTENT, THOUGHT), "")  # which are said once more follows
+        self.body = ""  # the open call's
+        self.blanks = dict.fromkeys((CONTENT, THOUGHT), "")  # held back until more text follows
         self.begun: set[str] = set()
         self.last: int | None = None  # token
 
@@ -170,7 +170,7 @@ class Parser:
         return found
 
     def _say(self, found: Parts, name: str, text: str) -> None:
-        """Add ``text`` to what is ``found``, without blanks that may be the last."""
+        """Add ``text`` to the parts ``found``, without blanks that may be trailing."""
         text = self.blanks[name] + text
         if name not in self.begun:
             text = text.lstrip()
@@ -188,7 +188,7 @@ class Parser:
 
 
 class _Lenient(ResponseParser):
-    """Goes on after a region that is none by the template, whose value is None."""
+    """Goes on after a region that the template cannot parse; its value is None."""
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         try:

@@ -1,8 +1,9 @@
-"""What earlier requests have read is not read again: keys and values of beginnings, in pages.
+"""Stores keys and values of texts' beginnings in pages, so that later requests need not read them
+again.
 
-Pages form a tree: each holds some tokens after those of its parent. A text takes over the pages of
-its beginning that are there, and leaves its own for later ones. Those that were not used for
-longest go first, a page never before those after it.
+Pages form a tree: each holds some tokens after those of its parent. A text takes over the stored
+pages of its beginning, and adds its own for later texts. The least recently used pages are dropped
+first, and a page never before its descendants.
 
 Shape letters: A arrays (of layers alike), L tokens of a text, P tokens of a page, H heads, D head
 width, C width of the states that a drafter reads.
@@ -28,19 +29,19 @@ SLAB = 32  # pages whose memory is allocated at a time
 
 @dataclass
 class Page:
-    """Keys and values of P tokens, one of ``arrays`` [A, P, H, D] for each of a cache's; what a
-    drafter reads of them: ``hidden`` [1, P, C], ``embeddings`` and ``image`` [1, P], if any.
+    """Keys and values of P tokens, one of ``arrays`` [A, P, H, D] for each array of a cache, and a
+    drafter's inputs, if any: ``hidden`` [1, P, C], ``embeddings`` and ``image`` [1, P].
     """
 
     arrays: Sequence[Tensor]
     hidden: Tensor | None = None
     embeddings: Tensor | None = None
     image: Tensor | None = None
-    number: int = field(default=0, init=False)  # by which those after it find it
+    number: int = field(default=0, init=False)  # by which later pages refer to it
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
+        """All tensors of the page."""
         rest = (self.hidden, self.embeddings, self.image)
         return [*self.arrays, *(x for x in rest if x is not None)]
 
@@ -50,7 +51,7 @@ class Page:
         return sum(x.nbytes for x in self.tensors)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Page:
-        """One of changed tensors."""
+        """A page with changed tensors."""
         rest = (self.hidden, self.embeddings, self.image)
         changed = (None if x is None else change(x) for x in rest)
         return Page([change(x) for x in self.arrays], *changed)
@@ -58,8 +59,8 @@ class Page:
 
 @dataclass
 class Cut:
-    """Shows pages of a text in ``row`` of a ``cache``. Drafters read ``context`` of the tokens
-    from ``start`` on; pages before the one with that token were cut earlier, or have gone since.
+    """Cuts pages from a text in ``row`` of a ``cache``. ``context`` holds drafters' inputs for the
+    tokens from ``start`` on; pages before that were cut earlier, or have been dropped since.
     """
 
     cache: Cache
@@ -80,8 +81,8 @@ class Cut:
 
 
 def joined(pages: Sequence[Page], drafted: bool) -> tuple[list[Tensor], Context | None]:
-    """Keys and values [A, L, H, D] of ``pages``, one for each array of a cache; and what a drafter
-    reads of them, if it is ``drafted`` for and that is known of all.
+    """Keys and values [A, L, H, D] of ``pages``, one for each array of a cache; and a drafter's
+    inputs for them, if a network drafts (``drafted``) and all pages have them.
     """
     arrays = [torch.cat(parts, 1) for parts in zip(*(page.arrays for page in pages), strict=True)]
     parts = [(page.hidden, page.embeddings, page.image) for page in pages]
@@ -93,8 +94,8 @@ def joined(pages: Sequence[Page], drafted: bool) -> tuple[list[Tensor], Context 
 
 
 class Slabs:
-    """Memory for pages: it is allocated in large parts that stay, for small ones that come and go
-    between other tensors leave gaps that nothing fits.
+    """Memory for pages, allocated in large blocks that stay: small allocations that come and go
+    between other tensors would fragment it.
     """
 
     def __init__(self) -> None:
@@ -108,14 +109,14 @@ class Slabs:
         return free.pop().copy_(x)
 
     def leave(self, copy: Tensor) -> None:
-        """Nobody reads ``copy`` any more."""
+        """Free ``copy`` for reuse."""
         self.free[copy.shape, copy.dtype].append(copy)
 
 
 class Prefixes:
     """Pages of texts, of at most ``most`` bytes; 0 keeps none.
 
-    The ``root`` of a text stands for all it depends on beside its tokens, as its pictures.
+    The ``root`` of a text names everything it depends on besides its tokens, such as its pictures.
     """
 
     def __init__(self, most: int) -> None:
@@ -142,8 +143,8 @@ class Prefixes:
         return found
 
     def keep(self, root: Hashable, ids: Sequence[int], make: Callable[[int], Page | None]) -> None:
-        """Keep copies of the pages of a text ``ids`` [L]; ``make(first)`` is the one of the tokens
-        from ``first`` on, or None where that is not known.
+        """Store copies of the pages of a text ``ids`` [L]; ``make(first)`` returns the page of the
+        tokens from ``first`` on, or None if it is not available.
         """
         keys = []
         place = root
@@ -168,12 +169,12 @@ class Prefixes:
                 self.slabs.leave(tensor)
 
     def _use(self, keys: Sequence[tuple[Hashable, tuple[int, ...]]]) -> None:
-        for key in reversed(keys):  # those after a page are older than it
+        for key in reversed(keys):  # pages after a page must be older than it
             self.pages.move_to_end(key)
 
 
 def digest_of(vision: Mapping[str, Any]) -> str:
-    """A name of what a prompt shows, its inputs beside tokens; empty without any."""
+    """A digest of a prompt's inputs besides tokens, such as pictures; empty without any."""
     found = hashlib.blake2b()
     for name, value in sorted(vision.items()):
         found.update(name.encode())

@@ -1,6 +1,6 @@
 """From a request to an answer that can begin: its prompt, processor, generator and limit.
 
-It is made in the thread of whoever asks, beside the engine's rounds.
+Answers are prepared in the caller's thread, beside the engine's rounds.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ OF_THE_SERVER = (  # options of calls that requests have not
 
 @dataclass(frozen=True)
 class Limits:
-    """The most ``rows`` at a time, requests that wait for one, and tokens of prompt and answer (0:
-    the model's); whether anything is drafted. An answer that asks for no number has at most
-    ``answer`` tokens, for which there is room. It may take ``seconds`` from its request on.
-    ``prefixes``: bytes of what was read before.
+    """The most ``rows`` at a time, waiting requests, and tokens of prompt and answer (0: the
+    model's limit); whether anything is drafted. An answer without a limit of its own has at most
+    ``answer`` tokens, if there is room. It may take ``seconds`` from its request on. ``prefixes``
+    bounds the bytes of stored pages.
     """
 
     rows: int = 16
@@ -68,7 +68,7 @@ class Preparation:
         return min(filter(None, (self.limits.tokens, self.target.room_for(length))))
 
     def answer(self, asked: Asked, tell: Tell) -> Answer:
-        """``asked`` as the model reads it, from any thread; raises ``ValueError``."""
+        """The answer for ``asked``, ready to begin, from any thread; raises ``ValueError``."""
         with self._one:  # tokenizers and processors are not for several threads
             return self._answer(asked, tell)
 

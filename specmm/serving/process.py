@@ -1,7 +1,7 @@
 """A server as a process: its port, and its end in two steps.
 
-At the first signal (SIGTERM, SIGINT) it takes no more requests, 503, and lets those that there are
-end; then it leaves. A second signal ends it at once.
+At the first signal (SIGTERM, SIGINT) it refuses new requests (503), finishes running ones and
+exits. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAST = 2  # seconds for what was cancelled to be sent
 
 class Server(uvicorn.Server):
     """Serves ``app`` at ``host`` and ``port`` (0: a free one); ``seconds`` are given to requests at
-    the end. Its ``address`` is open, though not served, from the beginning.
+    the end. Its ``address`` is bound, though not yet served, from the beginning.
 
     Raises ``ValueError`` for a port that cannot be taken.
     """
@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
         await super().serve(sockets or [self.socket])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """What a signal does."""
+        """React to a signal."""
         if self.ending is not None:
             os._exit(128 + sig)
         self.end()

@@ -23,13 +23,13 @@ def run(
     ready: Callable[[], None],
 ) -> None:
     """Serve ``replicas`` of the application that ``build()`` makes in each, at ``host`` and
-    ``port``, until a signal; requests that there are get ``seconds`` to end.
+    ``port``, until a signal; running requests get ``seconds`` to end.
 
-    Each takes ``ongoing`` requests at a time and has ``resources`` of Ray ("num_cpus",
-    "num_gpus"). A replica that dies is replaced: what it was answering fails, later requests go to
-    the others. ``ready()`` is called once all are there. The cluster is the one at RAY_ADDRESS, or
-    one on this machine. Raises ``ValueError`` where Ray Serve is not installed, and for replicas
-    that do not come to be.
+    Each takes ``ongoing`` requests at a time and has ``resources`` of Ray ("num_cpus", "num_gpus").
+    A replica that dies is replaced: its running requests fail, later requests go to the others.
+    ``ready()`` is called once all are there. The cluster is the one at RAY_ADDRESS, or one on this
+    machine. Raises ``ValueError`` if Ray Serve is not installed, and for replicas that do not
+    start.
     """
     with needed("--replicas", "replicas"):
         import ray

@@ -1,7 +1,7 @@
-"""What a server asks of an engine, and what an engine tells: the line between the two.
+"""The interface between a server and an engine: requests and events.
 
 An engine answers many requests in one batch whose rows join and leave between rounds. It runs in a
-thread of its own and tells what it has made by a function that each request brings.
+thread of its own and sends events to a function that each request brings.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Asked:
     """A request for one answer: ``messages`` as OpenAI writes them, with their pictures opened, or
     a ``prompt`` (a text, or ids), and ``options`` of a call of the pipeline (``max_new_tokens``,
     ``temperature``, ``seed``, ``stop``, ``grammar`` …). ``more`` goes to the chat template, as
-    ``tools``. ``logprobs``: how many of the likeliest tokens to tell beside each one of the answer;
-    None tells nothing of the kind. With ``goes_on`` end tokens do not end the answer. With ``echo``
-    the prompt is told before it, and how likely its tokens were, too. Special tokens are left out
+    ``tools``. ``logprobs`` is the number of likeliest tokens to send with each token of the answer;
+    None sends no log-probabilities. With ``goes_on`` end tokens do not end the answer. With
+    ``echo`` the prompt is sent first, with its own log-probabilities. Special tokens are left out
     of its text, but for ``marks``.
     """
 
@@ -34,8 +34,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A ``token``, its text and the log of its probability by the model, before temperature and
-    filters; ``top`` are the likeliest, also in this form. A text's first one has none of these.
+    """A ``token``, its text and its log-probability by the model, before temperature and filters;
+    ``top`` are the likeliest tokens in the same form. The first token of a text has no
+    log-probability.
     """
 
     token: int
@@ -46,8 +47,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a round added to an answer: a ``text``, which no later round changes, its ``tokens``
-    and, where asked for, their ``logprobs``. The text may lag behind the tokens.
+    """Event: a round's addition to an answer. Its ``text`` does not change later; ``tokens`` and,
+    if asked for, their ``logprobs``. The text may lag behind the tokens.
     """
 
     text: str
@@ -58,9 +59,9 @@ class Piece:
 @dataclass(frozen=True)
 class Ended:
     """An answer's end: its ``reason`` ("stop", "length", "cancelled", "timeout" or "error", the
-    last two with the ``error`` in a sentence), how many ``prompt_tokens`` were read, of which
-    ``cached`` were known from earlier requests, how many ``tokens`` it has, in how many ``rounds``,
-    and what it claims: the ``method`` and the ``certificate``, in words.
+    last two with the ``error`` in a sentence), the number of ``prompt_tokens``, of which ``cached``
+    came from stored pages, its number of ``tokens`` and ``rounds``, and the ``method`` and
+    ``certificate`` as text.
     """
 
     reason: str
@@ -78,7 +79,7 @@ Tell: TypeAlias = Callable[[Piece | Ended], None]
 
 
 class Busy(Exception):
-    """As many requests wait as may; ask again later."""
+    """The queue of waiting requests is full; ask again later."""
 
 
 class Ticket(Protocol):
@@ -88,8 +89,8 @@ class Ticket(Protocol):
     def ids(self) -> Sequence[int]: ...
 
     def cancel(self) -> None:
-        """Nobody waits for it any more: its row is free before the next round. From any thread, as
-        often as one likes.
+        """Cancel the request: its row is freed before the next round. May be called from any
+        thread, repeatedly.
         """
 
 
@@ -103,17 +104,17 @@ class Engine(Protocol):
     ends: list[int]
 
     def submit(self, asked: Asked, tell: Tell) -> Ticket:
-        """Take a request. What is read of it (tokens, pixels) is made here, in the caller's thread.
+        """Take a request; its inputs (tokens, pixels) are prepared here, in the caller's thread.
 
-        Raises ``ValueError`` for one that cannot be answered, and :class:`Busy`.
+        Raises ``ValueError`` for a request that cannot be answered, and :class:`Busy`.
         """
 
     @property
     def ended(self) -> bool:
-        """Whether it takes no requests any more: it is closed, or cannot go on."""
+        """Whether it no longer takes requests: it was closed, or cannot go on."""
 
     def counts(self) -> Mapping[str, float]:
-        """Numbers since the start, by name: those of Prometheus' counters and gauges."""
+        """Counts since the start by name, for Prometheus' counters and gauges."""
 
     def close(self, seconds: float = 0.0) -> None:
-        """Take no more requests, give those that there are ``seconds`` to end, and stop."""
+        """Take no more requests, give running ones ``seconds`` to end, and stop."""

@@ -15,6 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from specmm.core.sorting import largest
 from specmm.core.tree import DraftTree
 from specmm.shape.eagle2 import rerank
 
@@ -31,9 +32,8 @@ def block_tree(marginals: Tensor, root: Tensor, total: int) -> DraftTree:
         raise ValueError(
             f"marginals must be [B, D, V] for {len(root)} roots, got {list(marginals.shape)}"
         )
-    best = marginals.topk(min(count, marginals.shape[-1]))
-    scores = best.values.log().clamp(max=0)  # [B, D, W]
-    tokens = best.indices
+    values, tokens = largest(marginals, min(count, marginals.shape[-1]))
+    scores = values.log().clamp(max=0)  # [B, D, W]
     pool = [(scores[:, 0], tokens[:, 0], torch.full_like(tokens[:, 0], -1))]
     first = 0
     for depth in range(1, marginals.shape[1]):

@@ -197,7 +197,7 @@ def make_tree(
 
 
 def _sound(tree: TreeShape | Dynamic, device: Device) -> TreeShape | Dynamic:
-    """``tree``, with the depth and width that it has where it says others."""
+    """``tree`` with its depth and width corrected if it declares wrong ones."""
     if isinstance(tree, TreeShape) and not tree.fixed:
         return TreeShape.from_parents(tree.parents[0].tolist(), device)
     return tree.to(device) if isinstance(tree, TreeShape) else tree

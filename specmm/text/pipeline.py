@@ -25,6 +25,7 @@ from specmm.extending.kinds import texts_of
 from specmm.extending.registry import named
 from specmm.hf.answers.run import Answered, RoundText, Run, ending
 from specmm.hf.answers.running import Pipeline
+from specmm.hf.answers.shared_rounds import SharedRounds
 from specmm.hf.drafters.drafter_formats import ModelFolder, sees
 from specmm.hf.loading.placing import Placing
 from specmm.hf.loading.pretrained import find_target, load_target
@@ -37,7 +38,7 @@ from specmm.zoo import Source
 
 @dataclass(kw_only=True)
 class TextOutput(Answered):
-    """``texts`` [B] after the prompts; of DiffuSpec also the ``trace`` of each row's controller:
+    """``texts`` [B] after the prompts; DiffuSpec adds the ``trace`` of each row's controller:
     (drafted, accepted) by round.
     """
 
@@ -46,7 +47,7 @@ class TextOutput(Answered):
 
 
 class TextPipeline(Pipeline):
-    """A causal language model, its tokenizer and its drafters after one call.
+    """A causal language model, its tokenizer and its drafters.
 
     Several threads may share one: calls are answered in order of arrival, and streams take turns
     round by round.
@@ -113,7 +114,7 @@ class TextPipeline(Pipeline):
             if work is not None:
                 made = max(sum(map(len, tokens)), 1)
                 work.observe(time.perf_counter() - start, made, told["compiled"], run.built)
-        drafter = getattr(run.drafter, "inner", run.drafter)  # of a grammar's
+        drafter = getattr(run.drafter, "inner", run.drafter)  # a grammar's drafter wraps it
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
         return TextOutput(texts=texts, trace=trace, **told)
 
@@ -150,12 +151,12 @@ class TextPipeline(Pipeline):
     def prepared(
         self, prompts: str | Sequence[str] | None = None, **options: Any
     ) -> tuple[VLMTarget, VLMPrompt]:
-        """The model as a target for ``prompts``, and these as it reads them, all at once."""
+        """The model as a target for ``prompts``, and the prompts as one batch of its inputs."""
         return self._prepared(self.options(options), prompts)
 
     @in_its_turn(lambda pipe: pipe.model)
     def begin(self, prompts: str | Sequence[str] | None = None, **options: Any) -> Run:
-        """A run that has decoded nothing yet, for those who want its steps one by one."""
+        """A run that has decoded nothing yet, for callers that play its rounds one by one."""
         return self._start(self.options(options), prompts)
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
@@ -191,7 +192,7 @@ class TextPipeline(Pipeline):
         return len(options.messages or texts_of("prompt", prompts))
 
     def _marked(self, text: str) -> list[int]:
-        """Ids of ``text``, which has its marks."""
+        """Ids of ``text``, which contains its special tokens."""
         found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return found
 
@@ -233,7 +234,12 @@ class TextPipeline(Pipeline):
         """Whether a call is compiled, and can be."""
         most = options.max_new_tokens * self._rows(prompts, options)
         method = options.chosen(methods.TEXT, self.method)
-        return work.programs(most, lambda: self._compiled(method, options)) is not None
+        quick = replace(options, compiled=True)
+
+        def make() -> SharedRounds:
+            return self.rounds_of(method, self.target(method, options), quick)
+
+        return work.programs(most, make) is not None
 
 
 def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:

@@ -1,9 +1,9 @@
-"""What a run may claim by its rule: of ours what the tests prove, of others' what is enumerated.
+"""The certificate of a run by its rule: for ours, the claim that the tests prove; for third-party
+rules, the claim that enumeration confirms.
 
-A rule that others wrote and that calls itself exact is put to the test before a certificate says
-so: every draw of the trees that it was given, by targets that have zeros as well
-(:mod:`.exhaustive`). Larger trees are enumerated in parts, for each depth one around the most
-siblings that there are so deep.
+A third-party rule that calls itself exact is tested before a certificate says so: on every draw of
+the trees that it was given, with targets that also have zeros (:mod:`.exhaustive`). Larger trees
+are enumerated in parts, one for each depth around the largest family of siblings there.
 
 Shape letters: V vocabulary, D deepest level.
 """
@@ -39,9 +39,9 @@ from specmm.verify.rule import Rule
 PROVED = (Block, GreedyMatch, GreedyMultiDraft, Matching, PointMass, Recursive, Traversal)
 VOCABULARY = 3  # at least
 SEEDS = range(4)
-TOLERANCE = 1e-9  # of a total variation in float64, summed over some thousand draws
+TOLERANCE = 1e-9  # rounding of a total variation in float64, summed over some thousand draws
 ENOUGH = 10_000  # draws, and texts, up to which a part of a tree grows
-MOST = 50_000  # of one family of siblings
+MOST = 50_000  # draws of one family of siblings
 SCHEMES: dict[Siblings, Scheme] = {
     "distinct": "without replacement",
     "independent": "independent",
@@ -51,7 +51,7 @@ Parents: TypeAlias = tuple[int, ...]
 
 
 def proved(rule: object) -> bool:
-    """Whether ``rule`` is one of ours that the tests prove exact, and decides as its class."""
+    """Whether ``rule`` is one of ours that the tests prove exact, with its own ``decisions``."""
     return type(rule) in PROVED and "decisions" not in vars(rule)
 
 
@@ -70,25 +70,26 @@ class GivenTrees:
 
 
 class Counts(Protocol):
-    """What a run measured: :class:`specmm.core.decode.Progress`."""
+    """A run's measurements, as in :class:`specmm.core.decode.Progress`."""
 
     @property
     def excess(self) -> Tensor:
-        """Of a relaxed rule, summed over rounds and rows."""
+        """The excess of a relaxed rule, summed over rounds and rows."""
 
     @property
     def measured(self) -> Tensor:
-        """Tokens that it is of."""
+        """The number of tokens in that sum."""
 
     @property
     def trees(self) -> GivenTrees:
-        """Those that a rule was given which others call exact."""
+        """The trees given to a third-party rule that calls itself exact."""
 
 
 def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate:
     """The certificate of a run by ``rule``, None: plain decoding.
 
-    A ``drafter`` of others is named where it recorded distributions: every rule relies on them.
+    A third-party ``drafter`` is named if it recorded distributions, since every rule relies on
+    them.
     """
     if rule is None:
         return Certificate("exact", "plain decoding of the target", 0.0)
@@ -119,7 +120,7 @@ def _with(found: Certificate, more: str) -> Certificate:
 
 
 def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
-    """Of a ``rule`` that calls itself exact, by ``maker``."""
+    """The certificate of a ``rule`` by ``maker`` that calls itself exact."""
     said = f"the {rule.name} rule calls itself exact, by {maker}"
     try:
         parts = list(_parts(rule, trees))
@@ -141,7 +142,7 @@ def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
 
 
 class _Part(NamedTuple):
-    """Of a tree: its root is ``lead`` levels down; ``recorded``: drawn, not chosen."""
+    """A part of a tree: its root is ``lead`` levels down; ``recorded``: drawn, not chosen."""
 
     parents: Parents
     lead: int
@@ -150,7 +151,7 @@ class _Part(NamedTuple):
 
 
 def _off(rule: Any, part: _Part) -> Iterator[float]:
-    """By how much what ``rule`` emits on ``part`` is off several targets, in total variation."""
+    """The total variation between ``rule``'s output on ``part`` and each of several targets."""
     shape = TreeShape.from_parents(part.parents)
     length, size = shape.depth + 1, _vocabulary(part.parents)
     for seed in SEEDS:
@@ -161,7 +162,7 @@ def _off(rule: Any, part: _Part) -> Iterator[float]:
 
 
 def _parts(rule: Any, trees: GivenTrees) -> Iterator[_Part]:
-    """The root alone, and for each depth what can be enumerated around the most siblings there."""
+    """The root alone and, for each depth, the part around its largest family of siblings."""
     yield _Part((-1,), 0, False, "top")
     for recorded in (True, False):
         siblings: Siblings = getattr(rule, "siblings", None) or "distinct"
@@ -184,7 +185,7 @@ def _depths(parents: Parents) -> list[int]:
 
 
 def _family(parents: Parents, depth: int) -> list[int]:
-    """The most siblings at ``depth``; none where the tree ends before."""
+    """The largest family of siblings at ``depth``; empty if the tree ends before."""
     families: dict[int, list[int]] = {}
     for node, (parent, level) in enumerate(zip(parents, _depths(parents), strict=True)):
         if level == depth:
@@ -193,7 +194,8 @@ def _family(parents: Parents, depth: int) -> list[int]:
 
 
 def _part(parents: Parents, depth: int, scheme: Scheme) -> tuple[Parents, int]:
-    """What can be enumerated of a tree around the most siblings at ``depth``, and its root's level.
+    """The part of a tree that can be enumerated around the largest family at ``depth``, and the
+    level of its root.
 
     Raises ``ValueError`` for too many siblings.
     """
@@ -218,7 +220,7 @@ def _part(parents: Parents, depth: int, scheme: Scheme) -> tuple[Parents, int]:
 
 
 def _cut(parents: Parents, nodes: Sequence[int]) -> Parents:
-    """The parents of the tree of ``nodes`` alone, the first of which is its root."""
+    """The parents within the subtree of ``nodes``, the first of which is its root."""
     number = {node: i for i, node in enumerate(sorted(nodes))}
     return (-1, *(number[parents[node]] for node in sorted(nodes)[1:]))
 
@@ -229,7 +231,7 @@ def _vocabulary(parents: Parents) -> int:
 
 
 def _cost(parents: Parents, scheme: Scheme) -> int:
-    """How many draws a tree has, or texts where these are more."""
+    """The number of draws of a tree, or of texts if that is larger."""
     size = _vocabulary(parents)
     families = [parents.count(node) for node in range(len(parents))]
     draws_of = {

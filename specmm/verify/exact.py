@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specmm.core.sorting import likeliest
 from specmm.core.tree import DraftTree, TreeShape, at_nodes
 from specmm.shape.trees import Siblings
 from specmm.verify.rule import Decisions
@@ -245,7 +246,7 @@ class GreedyMatch:
     name: str = "greedy match"
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
-        best = p.argmax(-1)  # [B, N]
+        best = likeliest(p)  # [B, N]
         parents = tree.shape.parents.clamp(min=0).expand_as(best)
         return Decisions((best.gather(1, parents) == tree.tokens).to(p.dtype), one_hot(best, p))
 

@@ -1,4 +1,5 @@
-"""What a rule emits, exactly: every draw of a small tree, with its probability, through the rule.
+"""The exact output distribution of a rule: every draw of a small tree, with its probability, goes
+through the rule.
 
 This is how a rule is shown to be exact (tests/unit/verify), and how a new one should be. Target and
 drafter are *tables*: entry d, [V**d, V], holds the distribution of the next token after each prefix
@@ -93,8 +94,8 @@ def emitted_probs(
 ) -> Tensor:
     """The distribution [V**(D + 1)] of the first D + 1 tokens by ``rule``.
 
-    Tokens after the round's own are drawn from ``after`` (by default the target). With ``lead``
-    the tree is what follows so many drafts, of which target and drafter are sure.
+    Tokens after the round's own are drawn from ``after`` (by default the target). With ``lead`` the
+    tree follows that many drafts to which target and drafter give probability 1.
     """
     tree = drawn.tree
     prefix = drawn.prefix

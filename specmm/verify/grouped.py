@@ -57,7 +57,7 @@ class Grouped:
 
     @cached_property
     def neighbourhood(self) -> Neighbourhood | None:
-        """What looks like a token; None: everything."""
+        """The nearest codes of a token; None: all tokens count."""
         if not self.k or self.table is None:
             return None
         return Neighbourhood(self.table, self.k, 0.0, offset=self.offset)

@@ -3,19 +3,18 @@
 ``relaxed(x) = target(x) + S_x``. S_j sums the target over the j nearest codes of x; S_x is the
 largest S_j, j <= k, within the bound: ``delta`` for LANTERN (Jang et al. 2025), ``(lambda - 1)
 target(x)`` for LANTERN++ (Park et al. 2025). A draft is kept with chance ``min(1, relaxed / q)``.
-``residual`` says what the next token is drawn from once a draft is rejected:
+``residual`` chooses the distribution from which the next token is drawn after a rejection:
 
 ``"corrected"`` (default): the strict rule's ``norm((p - q)+)``; a point mass leaves p without x. An
-    excluded token (p = 0) never comes out of it. What is emitted is stated: with the kept mass
-    ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all
-    distributions that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``:
-    where q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0.
-``"release"``: what the authors' code does, for comparisons. Point masses: x and, if any neighbour
-    qualified, x's first k + 1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those
-    neighbours taken out of q. Zero mass: uniform over the whole vocabulary. It is no residual of
-    the relaxed distribution, and it can emit a token that the processor excluded.
-``"lumina"``: the authors' code for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p;
-    else as ``"release"``.
+excluded token (p = 0) never comes out of it. The output distribution is known: with the kept mass
+``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all distributions
+that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``: where q <= p + S,
+a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0. ``"release"``: what the
+authors' code does, for comparisons. Point masses: x and, if any neighbour qualified, x's first k +
+1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those neighbours taken out of q. Zero
+mass: uniform over the whole vocabulary. It is no residual of the relaxed distribution, and it can
+emit a token that the processor excluded. ``"lumina"``: the authors' code for Lumina-mGPT: ``(p -
+q)+`` with the neighbours taken out of p; else as ``"release"``.
 
 The release accepts at u <= ratio; here, as everywhere, u < ratio.
 Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, C code width, J
@@ -31,6 +30,7 @@ from typing import ClassVar, Literal, TypeAlias, cast, get_args
 import torch
 from torch import Tensor
 
+from specmm.core.sorting import likeliest
 from specmm.core.tree import DraftTree
 from specmm.extending.kinds import check_at_least
 from specmm.verify.bottom_up import deepest_first
@@ -126,7 +126,7 @@ class Neighbourhood:
 
 
 class _Borrowing:
-    """What both rules do within their ``neighbourhood``."""
+    """The base of both rules, with their ``neighbourhood``."""
 
     residual: Residual
     greedy: bool
@@ -134,7 +134,7 @@ class _Borrowing:
 
     @property
     def neighbourhood(self) -> Neighbourhood:
-        """What a token may borrow."""
+        """The mass that a token may borrow."""
         raise NotImplementedError
 
     def _begin(self) -> None:
@@ -252,24 +252,20 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     """Keep x iff it is the argmax once its entry is its relaxed mass; of the paths kept, the first
     of the longest.
     """
-    best = p.argmax(-1)  # [B, N]
+    best = likeliest(p)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)
     row = torch.arange(len(p), device=p.device)[:, None]
     before = p[row, parents]  # [B, N, V]: what each node's parent predicts
     own = take(before, tree.tokens)
     relaxed = own + near.borrowed(before, tree.tokens, own)[0]
-    likeliest = best.gather(1, parents)
-    top = take(before, likeliest)
-    wins = (
-        (tree.tokens == likeliest)
-        | (relaxed > top)
-        | ((relaxed == top) & (tree.tokens < likeliest))
-    )
+    first = best.gather(1, parents)
+    top = take(before, first)
+    wins = (tree.tokens == first) | (relaxed > top) | ((relaxed == top) & (tree.tokens < first))
     wins[:, 0] = True
     kept = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
     if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
-        wrong = (kept & (tree.tokens != likeliest)).to(p.dtype)
+        wrong = (kept & (tree.tokens != first)).to(p.dtype)
         excess = torch.zeros_like(own).scatter_reduce(
             1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
         )

@@ -1,4 +1,5 @@
-"""What an acceptance rule is, the rules by name, and how a rule's decisions become a result.
+"""The interface of acceptance rules, the rules by name, and the step from a rule's decisions to a
+result.
 
 A rule is deterministic. From the drafts and the target's distributions it computes *decisions*: the
 probability of keeping each node, and the distribution of the next token wherever the path may end.
@@ -28,7 +29,7 @@ from specmm.shape.trees import Siblings
 
 @dataclass
 class Decisions:
-    """What a rule decides about one tree.
+    """A rule's decisions about one tree.
 
     Top-down rules (``order`` is None): ``accept[b, n]`` is the probability that node n is kept,
     given that its parent is kept and its earlier siblings are rejected.
@@ -126,14 +127,14 @@ Path: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def _along_a_chain(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path:
-    """What ``hit`` [B, N] keeps of a chain: :func:`_through_a_tree` in fewer operations."""
+    """The path that ``hit`` [B, N] selects on a chain: `_through_a_tree` in fewer operations."""
     last = hit.cumprod(1).sum(1) - 1 if order is None else _first_hit(hit, order)
     nodes = shape.depths
     return torch.where(nodes <= last[:, None], nodes, -1), last + 1, last
 
 
 def _through_a_tree(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path:
-    """What ``hit`` [B, N] keeps, tested from the root down or in ``order`` [M] or [B, M]."""
+    """The path that ``hit`` [B, N] selects, from the root down or by ``order``."""
     if order is None:
         on_path = _path_from_the_root(shape, hit)
     else:
@@ -246,7 +247,7 @@ class RuleKind:
 
 
 def _released(place: str, name: str) -> RuleKind:
-    """The rule with what its authors' code draws from once a draft is rejected."""
+    """The rule with the residual of its authors' code."""
     preset = {"residual": "release", "name": f"{name}-release"}
     what = f"{name} as in the authors' released code, for comparisons"
     return RuleKind(place, "distinct", what, relaxed=True, codes=True, preset=preset)
@@ -270,6 +271,9 @@ OURS: Mapping[str, RuleKind] = {
         "exact:GreedyMultiDraft", "likeliest and one", "the likeliest tokens and one that is drawn"
     ),
     "point-mass": RuleKind("exact:PointMass", None, "the likeliest tokens, kept with p(x)"),
+    "matching": RuleKind(
+        "matching:Matching", None, "a draft is kept if plain decoding draws it: the same tokens"
+    ),
     "typical": RuleKind(
         "relaxed:Typical", None, "Medusa's typical acceptance: an entropy-based threshold"
     ),
@@ -307,7 +311,8 @@ def rule_kind(spec: RuleName) -> RuleKind:
 
 
 def make_rule(spec: RuleName, **given: Any) -> Rule:
-    """The rule of ``spec``, as ``typical(epsilon=0.2)``, with ``given`` what text cannot express.
+    """The rule of ``spec``, such as ``typical(epsilon=0.2)``, with arguments ``given`` that text
+    cannot express.
 
     Raises ``ValueError`` for a name or an option that is not known, and for one of a wrong kind.
     """

@@ -29,7 +29,7 @@ def pocket_models() -> dict[str, Path]:
 
 
 USUAL = Source()
-LOCATED: dict[tuple[str, Source], Path] = {}  # what names led to, in this process
+LOCATED: dict[tuple[str, Source], Path] = {}  # folders found by name, in this process
 
 
 def kind_of(folder: Path) -> str:

@@ -57,8 +57,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Found:
-    """Where ``wanted`` was found: ``files`` as listed by the hub, or, if the hub cannot be reached
-    for a ``reason``, the ``folder`` in the cache and the files ``absent`` there.
+    """The result of looking for ``wanted``: ``files`` as listed by the hub or, if the hub cannot be
+    reached (``reason``), the ``folder`` in the cache and the files ``absent`` there.
     """
 
     wanted: Wanted
@@ -109,7 +109,7 @@ def _look(name: str, wanted: Wanted, source: Source) -> Found:
             files = [*_listed(wanted, SMALL, source), *next(filter(None, kinds), [])]
     except answers as error:
         raise _explained(name, wanted, source, error) from error
-    except Exception as error:  # of the network, whose errors differ by the client and the place
+    except Exception as error:  # the network's errors differ by client and place
         return _cached(wanted, source, error.__cause__ or error)
     names = {file.filename for file in files}
     absent = [file for file in wanted.files if file not in names]

@@ -1,4 +1,4 @@
-"""Digests of models' files, so that what is resumed or drawn again uses the same models.
+"""Digests of models' files, so that resumed jobs and repeated pictures use the same models.
 
 A model's name is not enough: its folder may have been trained further or converted again. A digest
 covers a file's size and ``PARTS`` pieces spread over it, since reading 100 GB would take minutes.
@@ -22,7 +22,7 @@ CARD = "card.json"  # about a model, not of it
 def files_of_models(names: Iterable[str]) -> dict[str, str]:
     """Digests of the files of the models called ``names``, by name and path.
 
-    Nothing is fetched: what this process has not found yet is left out.
+    Nothing is fetched: models that this process has not found yet are left out.
     """
     return {
         f"{name}: {file.relative_to(folder)}": digest(file)
@@ -34,7 +34,7 @@ def files_of_models(names: Iterable[str]) -> dict[str, str]:
 
 
 def digest_of_models(names: Iterable[str]) -> str:
-    """One digest of all that :func:`files_of_models` gives, "" if that is nothing."""
+    """One digest of the result of :func:`files_of_models`; "" if that is empty."""
     found = sorted(digest for _, digest in files_of_models(names).items())
     return hashlib.sha256("".join(found).encode()).hexdigest()[:16] if found else ""
 
@@ -59,9 +59,9 @@ def digest(file: Path) -> str:
 
 
 def check_files(folder: Path, began: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` where the job in ``folder`` began with other files than are ``found``.
+    """Raise ``ValueError`` if the job in ``folder`` began with other files than those ``found``.
 
-    Files that came since, such as a new drafter's, are no matter.
+    New files, such as a new drafter's, do not matter.
     """
     for name in began.keys() & found.keys():
         if began[name] != found[name]:

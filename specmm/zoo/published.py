@@ -44,7 +44,7 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Its bytes, or about those."""
+        """Its size in bytes, perhaps approximate."""
         return self.bytes or self.about
 
 
@@ -83,8 +83,8 @@ class Published:
 
     @property
     def estimate(self) -> int:
-        """About how large it is, by its parameters where files' sizes are not known; 0 where
-        nothing tells.
+        """Its approximate size in bytes, from its parameters if files' sizes are not known; 0 if
+        unknown.
         """
         sizes = [part.size for part in self.parts.values()]
         return sum(sizes) if sizes and all(sizes) else self.about
@@ -151,7 +151,7 @@ def entry_of(name: str, file: str | None = None) -> Published | None:
 
 
 def entry_of_file(file: Path) -> Published | None:
-    """The first model of which ``file`` is the transformer, by its name; None where none is."""
+    """The first model whose transformer has the name of ``file``; None if there is none."""
     for one in published_models().values():
         if one.parts and one.parts[TRANSFORMER].file == file.name and not one.goes_with:
             return one
@@ -200,5 +200,5 @@ def weights_name(file: Path) -> str:
 def _link(file: Path, place: Path) -> None:
     try:
         place.symlink_to(file.absolute())
-    except OSError:  # where only administrators make symbolic links
+    except OSError:  # on systems where only administrators make symbolic links
         os.link(file, place)

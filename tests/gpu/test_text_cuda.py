@@ -40,6 +40,6 @@ def test_graphs_give_the_tokens_of_uncaptured_rounds(kind, name, method, tempera
     for call in range(3):
         plain, found = (tokens_of(pipe, method, temperature, way, call) for way in (False, True))
         assert found == plain
-    recorded = pipe.graphs.newest.play.captured.recorded
+    recorded = pipe.kept.newest.play.recorded
     tokens_of(pipe, method, temperature, True, 3)
-    assert recorded is not None and pipe.graphs.newest.play.captured.recorded is recorded
+    assert recorded is not None and pipe.kept.newest.play.recorded is recorded

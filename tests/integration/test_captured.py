@@ -153,11 +153,11 @@ def test_a_call_beside_a_stream_has_memory_of_its_own(coder, taped, strict):
     steps = iter(first.steps)
     for _ in range(5):
         next(steps)
-    assert coder.graphs.newest.busy
+    assert coder.kept.newest.busy
     beside = coder("import os\n", **options).texts
     *_, end = steps
     assert [first.stops.cut(end.tokens[0, : int(end.counts[0])])] == wanted and beside == other
-    assert not coder.graphs.newest.busy
+    assert not coder.kept.newest.busy
 
 
 def test_what_changes_a_model_beside_its_weights_is_seen(coder, taped, strict):
@@ -224,11 +224,11 @@ def test_what_fills_the_memory_frees_other_graphs(coder, taped, strict, monkeypa
     for compiled, left in ((True, 1), (False, 0)):
         for temperature in (0.5, 0.6, 0.7):
             asked(coder, True, 0, temperature=temperature)
-        assert len(coder.graphs.found) == 3
+        assert len(coder.kept.found) == 3
         with monkeypatch.context() as patch:
             patch.setattr(shared_rounds, "is_nearly_full", lambda device, share: True)
             asked(coder, compiled, 1, temperature=0.6)
-        assert len(coder.graphs.found) == left
+        assert len(coder.kept.found) == left
 
 
 def test_graphs_of_a_model_that_was_replaced_are_freed(coder, taped, strict):
@@ -236,7 +236,7 @@ def test_graphs_of_a_model_that_was_replaced_are_freed(coder, taped, strict):
         asked(coder, True, 0, temperature=temperature)
     coder.model = copy.deepcopy(coder.model)
     asked(coder, True, 0, temperature=0.7)
-    assert [one.target.model for one in coder.graphs.found.values()] == [coder.model]
+    assert [one.target.model for one in coder.kept.found.values()] == [coder.model]
 
 
 def test_a_stream_shows_no_tokens_of_logits_that_are_not_finite(coder, taped, strict):
@@ -260,13 +260,13 @@ def test_a_stream_shows_no_tokens_of_logits_that_are_not_finite(coder, taped, st
 def test_replaced_graphs_are_freed_at_once(coder, full, kept, taped, strict, monkeypatch):
     """The oldest beyond so many, and all but the last where memory is scarce."""
     monkeypatch.setattr(shared_rounds, "is_nearly_full", lambda device, share: full)
-    coder.graphs.most = 2
+    coder.kept.most = 2
     found = []
     gc.disable()
     try:
         for temperature in (0.5, 0.6, 0.7):
             asked(coder, True, 0, temperature=temperature)
-            shared = coder.graphs.newest
+            shared = coder.kept.newest
             graph = weakref.ref(shared.play.recorded)
             found.append((graph, weakref.ref(shared.target.cache)))
         gone = [part() is None for pair in found for part in pair]
@@ -290,7 +290,7 @@ def test_another_drafter_is_another_graph(coder, taped, strict):
     for weight in drafter.parameters():
         weight.data += 0.02
     other = TextPipeline(coder.model, coder.tokenizer, "block", drafter)
-    other.graphs = coder.graphs
+    other.kept = coder.kept
     plain, found = (asked(other, way, 0, **options) for way in (False, True))
     assert plain == found and taped.records == 2
 

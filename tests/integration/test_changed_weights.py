@@ -259,6 +259,28 @@ def test_graphs_are_of_the_network_there_is(family, tmp_path, taped, monkeypatch
     as_uncompiled(family, tmp_path)
 
 
+HEARD_BY_NOBODY = {
+    "a hook": lambda block: block.in_ln.register_forward_hook(lambda layer, given, out: -out),
+    "a hook before": lambda block: block.mlp.register_forward_pre_hook(lambda layer, given: None),
+    "an adapter": lambda block: block.mlp.__setitem__(0, Adapted(block.mlp[0])),
+    "another forward": lambda block: setattr(block.mlp[2], "forward", lambda x: x),
+    "another function": lambda block: block.mlp.__setitem__(1, nn.ReLU()),
+}
+
+
+@pytest.mark.parametrize("method", ["ar", "cspd"])
+@pytest.mark.parametrize("way", HEARD_BY_NOBODY)
+def test_what_a_denoising_head_would_pass_over_is_refused(way, method):
+    """Its chains multiply by the weights of its layers, which were looked up before."""
+    pipe = test_mar_pipeline.pipeline()
+    draw = pictures([1])
+    draw(pipe, method=method)
+    HEARD_BY_NOBODY[way](pipe.transformer.head.res_blocks[0])
+    said = r"must do nothing but multiply by their weights, got .* at res_blocks\.0\."
+    with pytest.raises(ValueError, match=said):
+        draw(pipe, method=method)
+
+
 def test_calls_leave_nothing_in_the_layers():
     """Not until Python collects garbage, either: others would run the hooks, or trace them."""
     pipe = specmm.TextPipeline.from_pretrained("pocket/coder")
@@ -271,3 +293,20 @@ def test_calls_leave_nothing_in_the_layers():
             assert not found, name
     finally:
         gc.enable()
+
+
+@pytest.mark.slow
+def test_programs_that_were_dropped_leave_nothing_in_the_layers(tmp_path, traced):
+    """Though PyTorch's own cycles hold what it has traced."""
+    save_text(tmp_path)
+    pipe = opened("texts", tmp_path)
+    options = dict(max_new_tokens=6, method="block", compiled=True)
+    pipe(CODE, **options)
+    gc.disable()
+    try:
+        patched(pipe.model)
+        assert pipe(CODE, **options).compiled
+    finally:
+        gc.enable()
+    listening = [len(layer._forward_hooks) for layer in pipe.model.get_decoder().layers]
+    assert max(listening) == 1, "of the programs there are"

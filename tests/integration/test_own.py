@@ -232,9 +232,10 @@ def test_compiled_texts_take_the_rule_at_hand():
     chains = [methods.by_hand(methods.TEXT, "block", None, "chain(3)", rule) for rule in rules]
     assert chains[0] == chains[1]
     for _ in range(2):
-        made = [pipe._compiled(chain, Options(temperature=1.0)) for chain in chains]
+        options = Options(temperature=1.0, compiled=True)
+        made = [pipe.rounds_of(x, pipe.target(x, options), options) for x in chains]
         assert all(one.parts.rule is rule for one, rule in zip(made, rules, strict=True))
-    assert len(pipe.made) == 2
+    assert len(pipe.kept.found) == 2
 
 
 def test_a_claim_is_of_the_rule_at_hand():

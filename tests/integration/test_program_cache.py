@@ -220,7 +220,7 @@ def test_pictures_drawn_without_the_programs_that_were_asked_for_say_so(unbuilt,
     """Their seconds are not taken for a program's."""
     monkeypatch.setattr(when_compiled, "BUILD", 0.0)
     pipe = tiny_pipeline(tokens=16)
-    with pytest.warns(UserWarning, match="runs uncompiled, since compiling failed"):
+    with pytest.warns(UserWarning, match="compiling failed: RuntimeError: no room"):
         assert draw(pipe, methods.AR(), 1.0, True).compiled == [False] * 3
     for _ in range(2):
         assert draw(pipe, methods.AR(), 1.0, "auto").compiled == [False] * 3

@@ -196,10 +196,16 @@ def rounded(model, bits=127):
     return model
 
 
+def with_quantised_layers(model):
+    """As PyTorch's own quantiser makes them: their weights are functions."""
+    return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+
+
+@pytest.mark.parametrize("quantise", [rounded, with_quantised_layers])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_that_rounds_its_inputs_is_served(method, caplog):
+def test_a_model_that_rounds_its_inputs_is_served(method, quantise, caplog):
     """Its own forwards of one token and of several differ."""
-    model = rounded(scaled("yarn"))
+    model = quantise(scaled("yarn"))
     ids = torch.tensor([[5, 6, 7, 8, 5, 6]])
     custom = specmm.custom_generate(method=method)
     with caplog.at_level(logging.WARNING, "specmm"):

@@ -110,7 +110,12 @@ def class_patched(network):
     return kept
 
 
+def hooked_everywhere(network):
+    return nn.modules.module.register_module_forward_hook(lambda *call: None)
+
+
 FORMS = {
+    "a hook of all modules": hooked_everywhere,
     "a hook": lambda n: n.inner.register_forward_hook(lambda *call: None),
     "a hook before": lambda n: n.register_forward_pre_hook(lambda *call: None),
     "another forward": patched,
@@ -133,6 +138,8 @@ def test_facts_are_those_of_one_form(change):
     finally:
         if change == "another forward of the class":
             Scaled.forward = undo
+        if change == "a hook of all modules":
+            undo.remove()
 
 
 def test_ours_and_weights_change_no_form():

@@ -8,7 +8,7 @@ import torch
 
 from specmm.core.cache import Cache, CacheSize, LayerSize
 from specmm.core.processors import History, Processor
-from specmm.core.rows import RowNumbers
+from specmm.core.randomness import RowNumbers
 from specmm.core.state import with_one, without
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.models.rows import RowProcessors, RowsTarget

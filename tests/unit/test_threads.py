@@ -63,6 +63,14 @@ def test_the_fastest_is_taken_within_a_call_alone(network, machine) -> None:
     assert torch.get_num_threads() == 4
 
 
+def test_a_single_thread_is_not_looked_at(network, machine) -> None:
+    passes = machine(float)
+    torch.set_num_threads(1)
+    with chosen(network):
+        look_again()
+    assert passes == []
+
+
 def test_a_thread_that_begins_meanwhile_has_as_many_to_choose_from(network, machine) -> None:
     other, found = nn.Linear(2, 2), []
 

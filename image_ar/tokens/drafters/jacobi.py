@@ -64,9 +64,9 @@ class Earlier(NamedTuple):
 class JacobiDrafter:
     """Drafts a chain of ``window`` tokens from the target's distributions of the round before.
 
-    Places that enter the window begin with what ``init`` says. ``coupled`` needs a rule that works
-    from the root down. Raises ``ValueError`` for a window that does not fit into a picture and for
-    an unknown ``init``.
+    ``init`` chooses the first draft of a place that enters the window. ``coupled`` needs a rule
+    that works from the root down. Raises ``ValueError`` for a window that does not fit into a
+    picture and for an unknown ``init``.
     """
 
     state: ClassVar[tuple[str, ...]] = ("order", "tokens", "root")

@@ -161,7 +161,7 @@ def reconstruction(
         bool, typer.Option("--rfid/--no-rfid", help="With the FID of SOURCE against its originals.")
     ] = True,
 ) -> "list[Measurement]":
-    """PSNR, SSIM and rFID of pictures that went through a tokenizer."""
+    """PSNR, SSIM and rFID of pictures that a tokenizer has encoded and decoded."""
     if reader.skip_bad:
         raise ValueError("pictures are compared in pairs, none may be left out: drop --skip-bad")
     made = reader.pictures(source)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str], str]:
     """The prompts in ``file`` in the order of ``pictures``, and a note where that order surprises.
 
-    A ``.jsonl`` says which belongs to which, by ``file`` (as seen from its own folder; ``member``
+    A ``.jsonl`` assigns prompts to pictures, by ``file`` (as seen from its own folder; ``member``
     in an archive) and ``prompt``; any other file holds a prompt a line. Raises ``ValueError`` for a
     line without one, and for pictures that a .jsonl does not name.
     """

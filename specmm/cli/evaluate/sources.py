@@ -56,7 +56,7 @@ class SourceReader:
     device: Device = "auto"
 
     def __post_init__(self) -> None:
-        self.opened: dict[str, PictureSource] = {}  # of pictures
+        self.opened: dict[str, PictureSource] = {}  # sources of pictures
 
     @cached_property
     def extractor(self) -> Extractor:
@@ -68,7 +68,7 @@ class SourceReader:
         return extractors.extractor(self.network, weights=self.weights, device=device)
 
     def both(self, source: str, reference: str) -> tuple[FeatureSet, FeatureSet]:
-        """Features of both, once it is known that there is something to read in both."""
+        """Features of both; that both can be read is checked before any is computed."""
         return self._both(self.features, source, reference)
 
     def both_statistics(self, source: str, reference: str) -> tuple[Gaussian, Gaussian]:

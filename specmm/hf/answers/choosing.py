@@ -113,7 +113,7 @@ def choose(
     share: float = SHARE,
 ) -> Method:
     """The method that should be fastest to answer ``prompt``; trials take a ``share`` of answers.
-    Where that has no end they are whole answers.
+    Without a bound (``share`` infinite) trials are whole answers.
     """
     asked = prompt.max_new_tokens
     few = asked if math.isinf(share) else min(FEW, asked)

@@ -26,7 +26,7 @@ from specmm.hf.drafters.drafting import Drafters, Method
 from specmm.hf.pictures.interleaved import DRAFTING, Grammar, InterleavedTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 
-TOKENS = 32  # of a trial, at most
+TOKENS = 32  # tokens of a trial, at most
 
 
 class Records(NamedTuple):
@@ -81,9 +81,10 @@ class DrawnAnswers:
 
 
 def measured(target: InterleavedTarget, prompt: VLMPrompt) -> Records:
-    """Trials of plain decoding and what drafts after ``prompt``, among words and in a picture.
+    """Trials of plain decoding and of drafting methods after ``prompt``, in text and inside a
+    picture.
 
-    Raises ``ValueError`` where the model has no room for a token more.
+    Raises ``ValueError`` if the model has no room for another token.
     """
     begins = torch.full_like(prompt.lengths, target.grammar.begin)
     begun = dataclasses.replace(prompt.extended(begins), max_new_tokens=prompt.max_new_tokens)

@@ -65,7 +65,7 @@ OTHER_MODES = (
     *("penalty_alpha", "dola_layers", "constraints", "force_words_ids"),
     "assistant_early_exit",
 )
-INSTEAD = {  # of options that make generate decode otherwise
+INSTEAD = {  # advice for options by which generate does not decode token by token
     "assistant_model": "give custom_generate(drafter=…, method='text-draft')",
     "prompt_lookup_num_tokens": "give custom_generate(method='prompt-lookup')",
     "use_mtp": "give custom_generate(method='mtp')",
@@ -97,9 +97,9 @@ def custom_generate(
     other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
     attentions or hidden states, and ``stop`` without a tokenizer.
 
-    A ``cache`` (``past_key_values``) for one row is gone on from, and filled as by generate, for
-    the next turn of a chat; ``ValueError`` for one whose layers do not keep all tokens, for
-    pictures after those it holds, and for drafters that read states of the whole prompt.
+    A ``cache`` (``past_key_values``) of one row is continued, and filled as by generate, for the
+    next turn of a chat; ``ValueError`` for one whose layers do not keep all tokens, for pictures
+    after those it holds, and for drafters that read states of the whole prompt.
     """
     if drafter is not None and of_others(drafter):
         method, drafter = with_own(methods.GENERATE, method, drafter)
@@ -180,7 +180,7 @@ class GenerateRun:
 
 @dataclass
 class Generating:
-    """The callable for generate, and the ``last`` call by it: of several threads' any."""
+    """The callable for generate; ``last`` reports its last call (in any thread)."""
 
     run: Callable[..., Any]
     last: GenerateRun | None = None
@@ -191,8 +191,8 @@ class Generating:
 
 
 def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict[str, object]:
-    """What generate was asked for, for certificates: of ``processors`` those that it did not make
-    of ``config``.
+    """Generate's settings for certificates: those of ``config``, and the ``processors`` that
+    generate did not make from them.
     """
     given = config.to_diff_dict()
     found: dict[str, object] = {"temperature": 0.0}
@@ -206,13 +206,13 @@ def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict
 
 
 def _is_callers(processor: object) -> bool:
-    """Whether generate was given ``processor``, or the function that it calls."""
+    """Whether the caller of generate passed ``processor``, or the function that it wraps."""
     prefixed = isinstance(processor, transformers.PrefixConstrainedLogitsProcessor)
     return prefixed or maker_of(processor) != transformers.__name__
 
 
 def _method_for(drafter: object) -> str:
-    """The method where none is named; raises ``ValueError`` for a drafter that tells none."""
+    """The default method for ``drafter``; ``ValueError`` for a drafter of no known method."""
     name = methods.Suffix.name if drafter is None else method_of(drafter)
     if name not in methods.GENERATE:
         raise ValueError(
@@ -299,7 +299,7 @@ def _one_streamer(ours: BaseStreamer | None, theirs: BaseStreamer | None) -> Bas
 def _check(
     config: GenerationConfig, assistant: PreTrainedModel | None, inputs: dict[str, Any]
 ) -> None:
-    """Raise ``ValueError`` for what generate would do and a callable cannot."""
+    """Raise ``ValueError`` for features of generate that a callable cannot provide."""
     if config.num_beams != 1:
         raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
     mode = config.get_generation_mode(assistant)

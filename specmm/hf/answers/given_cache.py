@@ -1,5 +1,5 @@
-"""A cache that transformers' ``generate`` is given: what it holds is not read again, and what a run
-adds is written back, as generate would.
+"""A cache passed to transformers' ``generate``: its tokens are not read again, and a run's tokens
+are written back, as generate does.
 
 Shape letters: L prompt tokens, n tokens that a cache holds, T new tokens, H heads, D head width.
 """
@@ -25,11 +25,11 @@ from specmm.hf.models.target import ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt
 from specmm.kernels.tree_attention import MOST_NODES
 
-KINDS = (DynamicLayer, StaticLayer)  # of layers whose keys and values are all there
+KINDS = (DynamicLayer, StaticLayer)  # layers that keep all keys and values
 
 
 class GivenCache:
-    """What a call's arguments ``given`` hold as a cache; see :func:`specmm.custom_generate`."""
+    """The cache among a call's arguments ``given``; see :func:`specmm.custom_generate`."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         found = next((given[name] for name in CACHES if given.get(name) is not None), None)
@@ -41,7 +41,7 @@ class GivenCache:
         self.tokens = max(counts, default=1) if begun else 0  # n
 
     def target(self, model: PreTrainedModel) -> Callable[[ProbsProcessor], VLMTarget]:
-        """What makes targets of ``model`` that begin where the cache ends."""
+        """The function that makes targets of ``model`` that begin where the cache ends."""
         if not self.tokens:
             return partial(VLMTarget, model)
         assert self.cache is not None
@@ -57,8 +57,8 @@ class GivenCache:
         return partial(ResumedTarget, model, known)
 
     def keep(self, target: VLMTarget, end: Progress) -> None:
-        """Add what a run of ``target`` read, all but the last token, where that is one row of plain
-        layers.
+        """Append the tokens that a run of ``target`` read (all but the last one) to the cache, if
+        it is one row of plain layers.
         """
         family = target.family
         plain = None not in family.layer_sizes and not family.chains_only
@@ -74,9 +74,9 @@ class ResumedTarget(VLMTarget):
     """A target whose prompt's first n tokens are ``known``: keys and values [1, H, n, D], layer by
     layer.
 
-    Raises ``ValueError`` for models whose texts cannot be gone on with, and with its prompt for a
-    prompt that is not longer, of several rows, with padding or with pictures after what is known;
-    and for drafters that read the states of a whole prompt.
+    Raises ``ValueError`` for models whose texts cannot be continued; at prefill for a prompt that
+    is not longer than the cache, has several rows, padding, or pictures after the known tokens; and
+    for drafters that read the states of the whole prompt.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ResumedTarget(VLMTarget):
         return reading.output_of(0)
 
     def _arrays(self) -> list[Tensor]:
-        """What is known, as the arrays [A, n, H, D] of our cache."""
+        """The known keys and values, as the arrays [A, n, H, D] of our cache."""
         found: list[list[Tensor]] = [[] for _ in self.cache.arrays]
         places = [place for pair in self.cache.pairs for place in pair]
         for (array, _), part in zip(places, self.known, strict=True):

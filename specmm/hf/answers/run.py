@@ -1,4 +1,4 @@
-"""One batch of prompts being answered: its prompts, its rounds, what it gives.
+"""A running batch of prompts: its prompts, its rounds and its output.
 
 Shape letters: B rows of a batch, T room for tokens.
 """
@@ -32,10 +32,10 @@ from specmm.verify.claims import run_claim
 
 @dataclass(kw_only=True)
 class Answered:
-    """What all outputs say: ``tokens`` [B] of ids (an end token included), ``stats``,
-    ``certificate``, ``method``, and whether rounds were programs or graphs, ``compiled``.
-    ``prompt_tokens`` [B] were read, those of pictures, too; ``finish_reasons`` [B] are "stop" or
-    "length", and ``taus`` [B] are tokens a round.
+    """Fields that all outputs share: ``tokens`` [B] of ids (an end token included), ``stats``,
+    ``certificate``, ``method``, and ``compiled``, whether rounds were programs or graphs.
+    ``prompt_tokens`` [B] counts the prompt's tokens, those of pictures included; ``finish_reasons``
+    [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
     """
 
     tokens: list[Tensor]
@@ -69,7 +69,7 @@ class PromptBatch:
     batch_size: int = 0
 
     def first(self, target: VLMTarget) -> VLMPrompt:
-        """The prompts that rows begin with, and room for those that wait.
+        """The prompts that rows begin with, with room for the waiting ones.
 
         Raises ``ValueError`` for prompts that ``target`` cannot hold.
         """
@@ -144,8 +144,8 @@ def last_of(steps: Iterator[Progress], streamer: BaseStreamer | None = None) -> 
 
 @dataclass(frozen=True)
 class RoundText:
-    """What a round added to a row: ``pieces`` of text, each with whether it is of accepted drafts,
-    and how many ``tokens``.
+    """The text that a round added to a row: ``pieces``, each with whether it comes from accepted
+    drafts, and the number of ``tokens``.
     """
 
     pieces: list[tuple[str, bool]]
@@ -159,8 +159,8 @@ class RoundText:
 
 @dataclass
 class Run:
-    """One batch being answered: ``stops`` end answers and decode them, rows that end take the next
-    of the ``queue``, ``settings`` are for the certificate, ``play`` runs a round.
+    """A running batch: ``stops`` end answers and decode them, finished rows take the next sample of
+    the ``queue``, ``settings`` go into the certificate, ``play`` runs a round.
     """
 
     method: str
@@ -190,7 +190,7 @@ class Run:
 
     @property
     def built(self) -> bool:
-        """Whether no program could not be built since."""
+        """Whether every program since the run began could be built."""
         return uncompiled_calls() == self.failed
 
     def _played_ahead(self, ahead: bool) -> None:
@@ -214,7 +214,8 @@ class Run:
         return [self.stops.cut(ids) for ids in tokens], tokens, end
 
     def rounds(self, apart: bool = True) -> Iterator[list[RoundText]]:
-        """What every row gained by each round, without text that may turn out to begin a stop.
+        """The text that each round added to every row, without text that may turn out to begin a
+        stop.
 
         With ``apart`` accepted drafts are separate from the target's own tokens.
         """
@@ -258,7 +259,7 @@ class Run:
         return [piece for piece in pieces if piece[0]]
 
     def certificate(self, end: Progress) -> Certificate:
-        """What the run may claim at its ``end``."""
+        """The run's certificate at its ``end``."""
         return run_claim(self.rule, end, self.drafter).under(self.settings)
 
     def told(self, tokens: list[Tensor], end: Progress) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,14 +24,13 @@ from specmm.core.decode import (
 )
 from specmm.core.derived import placed, version
 from specmm.core.drafter import BatchingDrafter, DeferredDrafter, looks_ahead
-from specmm.core.processors import Processor
 from specmm.core.randomness import Uniforms
 from specmm.core.turns import in_its_turn
 from specmm.extending.outside import of_others, with_own
 from specmm.extending.registry import Registry
 from specmm.hf.answers.choosing import choose, kinds_of, record_of
 from specmm.hf.answers.run import Chosen, PromptBatch, Run
-from specmm.hf.answers.shared_rounds import KeptRounds, SharedRounds
+from specmm.hf.answers.shared_rounds import KeptRounds, Key, SharedRounds
 from specmm.hf.drafters.drafting import (
     KINDS,
     Assembly,
@@ -77,9 +76,9 @@ class Pipeline:
     """Base class of the question and text pipelines.
 
     ``model``; the PEFT model that put an ``adapter`` into it (None: there is none); ``tokenizer``;
-    ``drafters`` loaded for it; ``records`` of the measurements of method ``auto``; ``graphs`` that
-    later calls reuse; ``registry``: the methods, among which ``auto`` chooses; ``usual``: options
-    of a call whose default differs in this pipeline.
+    ``drafters`` loaded for it; ``records`` of the measurements of method ``auto``; programs and
+    graphs ``kept`` for later calls; ``registry``: the methods, among which ``auto`` chooses;
+    ``usual``: options of a call whose default differs in this pipeline.
     """
 
     model: Any
@@ -87,7 +86,7 @@ class Pipeline:
     tokenizer: Any
     drafters: Drafters
     records: dict[Any, Record]
-    graphs: KeptRounds
+    kept: KeptRounds
     registry: ClassVar[Registry]
     usual: ClassVar[Mapping[str, Any]] = {}
 
@@ -102,8 +101,7 @@ class Pipeline:
         given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
         self.drafters = Drafters(folder, name, self.model, given)
         self.records = {}
-        self.graphs = KeptRounds()
-        self.made: dict[tuple[Hashable, Processor, object], SharedRounds] = {}
+        self.kept = KeptRounds()
 
     @classmethod
     def from_pretrained(
@@ -189,13 +187,12 @@ class Pipeline:
         use_tree_attention(self.model)
         self.drafters.to(device, dtype)
         self.records.clear()
-        self.graphs.found.clear()
-        self.made.clear()
+        self.kept.found.clear()
         return self
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write what ``from_pretrained`` reads: the model, or the adapter in it, what reads its
-        inputs, and the drafters beside it. A drafter that was given is not written.
+        """Write a folder for ``from_pretrained``: the model, or the adapter in it, its tokenizer or
+        processor, and the drafters beside it. A drafter passed in by the user is not written.
         """
         folder = Path(folder)
         if self.adapter is None:
@@ -208,13 +205,13 @@ class Pipeline:
 
     @property
     def reader(self) -> Any:
-        """What reads inputs: the tokenizer, or a processor around it."""
+        """The tokenizer, or the processor around it."""
         return self.tokenizer
 
     def options(self, given: Mapping[str, Any]) -> Options:
-        """The options of a call where these are ``given``; the repetition penalty, texts that end
-        and settings that change all scores are otherwise the checkpoint's own. Raises
-        ``ValueError`` as :meth:`Options.of`.
+        """The options of a call from those ``given``; by default the repetition penalty, stop texts
+        and settings that change all scores are the checkpoint's own. Raises ``ValueError`` as
+        :meth:`Options.of`.
         """
         found = Options.of(given, **own_settings(self.model), **self.usual)
         if idle := idle_options(given, found.method or self.method):
@@ -243,7 +240,7 @@ class Pipeline:
 
     @cached_property
     def texts(self) -> Continuations:
-        """The texts of ids behind a prompt."""
+        """The decoder from ids to text after a prompt."""
         return Continuations(self.tokenizer)
 
     def text(self, ids: Ids) -> str:
@@ -251,7 +248,7 @@ class Pipeline:
         return self.texts.decode(ids)
 
     def stops(self, options: Options) -> StopStrings:
-        """What ends and reads answers under ``options``; raises ``ValueError`` for pictures."""
+        """The object that ends and decodes answers; raises ``ValueError`` for pictures."""
         if options.draw:
             raise ValueError("draw=True is for VQAPipeline and models that draw; leave it out")
         texts = self.texts
@@ -259,17 +256,17 @@ class Pipeline:
         return StopStrings(options.stops, texts.whole, shown, texts.tidied)
 
     def drafter(self, kind: str) -> Any:
-        """What method ``kind`` drafts with, loaded at first use; None where it needs nothing."""
+        """The drafter of method ``kind``, loaded at first use; None if it needs none."""
         return self.drafters.get(kind)
 
     def asked(self, options: Options, prompts: Any, images: Any = None, videos: Any = None) -> Any:
-        """What is to be answered, of which slices are batches: ``prompts``, texts or lists of ids,
-        with what is shown with each, or the chats of ``options``.
+        """The inputs of a call, which can be sliced into batches: ``prompts`` (texts or lists of
+        ids) with their pictures and videos, or the chats of ``options``.
         """
         raise NotImplementedError
 
     def prompt(self, asked: Any, options: Options) -> VLMPrompt:
-        """What is :meth:`asked` as the model reads it."""
+        """The model's inputs for what was :meth:`asked`."""
         raise NotImplementedError
 
     def read(self, prompts: Any, options: Options) -> VLMPrompt:
@@ -284,7 +281,7 @@ class Pipeline:
         return kind(self.model, options.processor, self.name)
 
     def _prepared(self, options: Options, prompts: Any, *shown: Any) -> tuple[VLMTarget, VLMPrompt]:
-        """The model as a target for prompts, and these as it reads them, all at once."""
+        """The model as a target for prompts, and the prompts as one batch of its inputs."""
         target = VLMTarget(self.model, options.processor, self.name)
         prompt = self.prompt(self.asked(options, prompts, *shown), options)
         target.check(prompt)
@@ -324,8 +321,8 @@ class Pipeline:
     def chosen(
         self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE
     ) -> Chosen:
-        """What runs for ``method``: ``auto`` chooses among all drafters there are, of which trials
-        take a ``share`` of answers.
+        """The method that runs for ``method``: ``auto`` chooses among all available drafters, in
+        trials that take a ``share`` of answers.
         """
         if isinstance(method, methods.Composed) and method.name not in KINDS:
             return Chosen(preset_of(method), method.name)
@@ -338,20 +335,25 @@ class Pipeline:
         return Chosen(found, f"auto: {methods.label(found)} ({record.reason()})", record)
 
     def captures(self, options: Options) -> bool:
-        """Whether ``options`` ask for graphs, or leave the choice, and the model is on a GPU.
+        """Whether ``options`` ask for graphs or leave the choice, and the model is on a GPU.
 
         Answers with pictures are not captured: the allowed tokens depend on earlier ones.
         """
         return bool(options.compiled) and not options.draw and captures(self.model.device)
 
-    def play_of(self, method: Method, options: Options) -> Play:
-        """What plays rounds of ``method``: graphs where these are wanted.
+    def play_of(self, method: Method, options: Options) -> Callable[[], Play] | None:
+        """A maker of the programs or graphs that play rounds of ``method``; None if they are
+        played plainly.
 
-        Raises ``ValueError`` for a method whose rounds cannot be captured, if that is asked for.
+        Raises ``ValueError`` for rounds that cannot be compiled or captured, if that is asked for.
         """
-        if not self.captures(options):
-            return one_round
         asked = options.compiled is True
+        if not self.captures(options):
+            if not asked:
+                return None
+            check_compiled(method, options)
+            prepare_compiler(self.model.device)
+            return partial(round_program, self.model.device)
         if options.stops and asked:
             raise NotCompiled(
                 "compiled=True looks for end tokens only, got stop, which reads the text between "
@@ -359,13 +361,13 @@ class Pipeline:
             )
         rounds = options.max_new_tokens // (USUAL if method.drafts else 1)
         if method.captured and not options.stops and (asked or rounds >= WORTH):
-            return GraphRound(quiet=not asked)
+            return partial(GraphRound, quiet=not asked)
         if asked:
             raise NotCompiled(
                 "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or fixed "
                 f"trees (nothing in a round is decided by the host), got {method}"
             )
-        return one_round
+        return None
 
     def ends(self) -> list[int]:
         """The model's end tokens."""
@@ -375,62 +377,41 @@ class Pipeline:
         return [found] if isinstance(found, int) else list(found or [])
 
     def parts_of(self, method: Method, target: VLMTarget) -> Assembly | None:
-        """What ``method`` drafts with and its rule; None for plain decoding."""
+        """The drafter and rule of ``method``; None for plain decoding."""
         if not method.drafts:
             return None
         return assemble(method, target, self.drafter(method.name), self.tokenizer)
 
-    def version(
-        self, drafter: object, of: Callable[..., tuple[Any, ...]] = version
-    ) -> tuple[Any, ...]:
-        """Equal as long as programs of the model and a ``drafter`` serve, ``of`` being
-        :func:`specmm.core.derived.version`, or ``placed``.
-        """
-        networks = (self.model, network_of(drafter))
-        return of(*(network for network in networks if network is not None))
-
     def rounds_of(self, method: Method, target: VLMTarget, options: Options) -> SharedRounds:
-        """Rounds of ``method`` on ``target``, or the recorded graphs of an earlier call with the
+        """Rounds of ``method`` on ``target``, or the programs or graphs of an earlier call with the
         same method and options, which have their own target.
         """
-        if options.compiled is True and not self.captures(options):
-            shared = self._compiled(method, options)
-            if not shared.busy:
-                return shared
-        play = self.play_of(method, options)
-        drafter = self.drafter(method.name) if method.drafts else None
-        captured = isinstance(play, GraphRound)
-        now = self.version(drafter, placed) if captured else ()
-        key = methods.filed(method), options.processor, options.compiled, now
-        last = self.graphs.take(key, self.model) if captured else None
-        more = captured and last is None
-        self.graphs.make_room(self.model.device, last is not None, more)
-        if last is not None:
-            return last
-        made = SharedRounds(target, self.parts_of(method, target), play)
-        if captured:
-            self.graphs.keep(key, made)
-        return made
+        device = self.model.device
+        make = self.play_of(method, options)
+        key = () if make is None else self._key(method, options)
+        # beside a stream that goes on: to compile another program takes longer than a call
+        if make is None or (not captures(device) and self.kept.busy(key)):
+            self.kept.make_room(device, taken=False, more=False)
+            return SharedRounds(target, self.parts_of(method, target), one_round)
+        found = self.kept.take(key)
+        self.kept.make_room(device, taken=found is not None, more=found is None)
+        if found is None:
+            if not captures(device):
+                target = StaticVLMTarget(self.model, options.processor, self.name)
+            found = SharedRounds(target, self.parts_of(method, target), make())
+            self.kept.keep(key, found)
+        return found
 
-    def _compiled(self, method: Method, options: Options) -> SharedRounds:
-        """The compiled rounds of ``method``; calls with the same options share them."""
-        check_compiled(method, options)
-        prepare_compiler(self.model.device)
-        drafter = self.drafter(method.name) if method.drafts else None
-        now = self.version(drafter)
-        self.made = {key: one for key, one in self.made.items() if key[-1] == now}
-        key = (methods.filed(method), options.processor, now)
-        made = self.made.get(key)
-        if made is None:
-            target = StaticVLMTarget(self.model, options.processor, self.name)
-            parts = self.parts_of(method, target)
-            play = round_program(target.device)
-            made = self.made[key] = SharedRounds(target, parts, play)
-        return made
+    def _key(self, method: Method, options: Options) -> Key:
+        """The key of such rounds, as long as their networks stay as they are."""
+        as_now = placed if captures(self.model.device) else version
+        drafter = network_of(self.drafter(method.name) if method.drafts else None)
+        networks = None if drafter is None else as_now(drafter), as_now(self.model)
+        return methods.filed(method), options.processor, options.compiled, *networks
 
     def _start(self, options: Options, what: Any, *shown: Any, share: float = SHARE) -> Run:
-        """A run that answers ``what`` is asked about what is ``shown``; nothing runs yet but trials
-        of ``auto``, which take a ``share`` of answers.
+        """Prepare a run that answers ``what`` was asked; only trials of ``auto``, which take a
+        ``share`` of answers, run already.
         """
         method = options.chosen(self.registry, self.method)
         target = self.target(method, options)

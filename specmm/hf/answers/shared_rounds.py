@@ -8,7 +8,7 @@ import inspect
 import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,8 +18,9 @@ from specmm.hf.models.target import VLMTarget
 from specmm.loading.hardware import is_nearly_full
 from specmm.programs.graphs import GraphRound
 
-MOST = 4  # graphs stored at most, by method and options
-SPARE = 0.25  # of a GPU's memory: with less free, only the graphs of the present run are stored
+Key: TypeAlias = tuple[Any, ...]
+MOST = 4  # programs or graphs stored at most, by method and options
+SPARE = 0.25  # the share of a GPU's memory below which only the present run's graphs are stored
 
 
 @dataclass
@@ -54,12 +55,12 @@ class SharedRounds:
 
 
 class KeptRounds:
-    """Cache of the rounds of at ``most`` so many calls, each with its own memory. Keys have the
-    method, the options and the networks' versions.
+    """Cache of the programs or graphs of at most ``most`` calls, each with its own memory. Keys
+    have the method, the options and the networks' versions, the model's last.
     """
 
     def __init__(self) -> None:
-        self.found: dict[object, SharedRounds] = {}  # the newest last
+        self.found: dict[Key, SharedRounds] = {}  # the newest last
         self.most = MOST
 
     @property
@@ -67,9 +68,13 @@ class KeptRounds:
         """The rounds of the last call."""
         return next(reversed(self.found.values()))
 
-    def take(self, key: object, model: Any) -> SharedRounds | None:
-        """The rounds of ``key`` if no run uses them; drops entries not of ``model``."""
-        self.found = {k: one for k, one in self.found.items() if one.target.model is model}
+    def busy(self, key: Key) -> bool:
+        """Whether a run uses the rounds of ``key``."""
+        return key in self.found and self.found[key].busy
+
+    def take(self, key: Key) -> SharedRounds | None:
+        """The rounds of ``key`` if no run uses them; drops those of another model's version."""
+        self.found = {k: one for k, one in self.found.items() if k[-1] == key[-1]}
         shared = self.found.pop(key, None)
         if shared is None or shared.busy or shared.failed:
             return None
@@ -84,6 +89,6 @@ class KeptRounds:
         while len(self.found) > kept or (len(self.found) > taken and is_nearly_full(device, SPARE)):
             del self.found[next(iter(self.found))]
 
-    def keep(self, key: object, shared: SharedRounds) -> None:
+    def keep(self, key: Key, shared: SharedRounds) -> None:
         """Store ``shared`` for later calls."""
         self.found[key] = shared

@@ -40,7 +40,7 @@ from specmm.loading.hardware import prepack
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.trees import Siblings
 
-ALL = slice(None)  # of a level's states; a number would have the layers cut them
+ALL = slice(None)  # all states of a level; a number would cut them
 SHARED = "shared_kv_states"  # the assistant's argument for the target's keys and values
 
 
@@ -123,7 +123,7 @@ class AssistantDrafter:
         return states
 
     def _look_at_target(self) -> None:
-        """The target's keys and values of a round, which of them are seen, and from where."""
+        """Point to the target's keys and values of this round, their mask and position."""
         cache = self.target.cache
         capacity = cache.size.capacity
         self.shared = {}

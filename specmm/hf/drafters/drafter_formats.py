@@ -102,10 +102,10 @@ class DrafterFormat:
     """A layout: its ``title``, whether a folder ``matches`` it, and the ``methods`` that use it,
     the best first.
 
-    Of ``own`` layouts the drafter belongs to one target; others are models by themselves. What may
-    be a target, too, has a ``command``, by which it is run. ``exports`` are functions that write
+    Of ``own`` layouts the drafter belongs to one target; others are models by themselves. A layout
+    that can also be a target has a ``command`` that runs it. ``exports`` are functions that write
     it as another layout, ``"module:name"`` by the layout's name: ``(folder, target model, out)``;
-    they may return what to know about it.
+    they may return a note for the user.
     """
 
     title: str

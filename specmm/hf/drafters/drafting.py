@@ -162,7 +162,7 @@ def chain_rule(target: VLMTarget) -> Rule:
 
 
 def row_uniforms(prompt: VLMPrompt) -> Uniforms:
-    """Streams for runs of ``prompt`` that are measured, by the number of each row."""
+    """Uniforms for measured runs of ``prompt``, seeded by row number."""
     device = prompt.input_ids.device
     seeds = range(len(prompt.lengths))
     return Uniforms([torch.Generator(device).manual_seed(seed) for seed in seeds])
@@ -224,7 +224,7 @@ def assemble(
 
 
 def _outside(choice: methods.Choice, target: VLMTarget) -> Assembly:
-    """The parts with a drafter that others wrote."""
+    """The parts with a third-party drafter."""
     verification = Verification.of(choice.rule, target)
     shape = make_tree(choice.tree or usual_tree(choice.drafter), target.device)
     target.check_tree(shape.top_k if isinstance(shape, Dynamic) else shape.width)
@@ -342,7 +342,7 @@ class Drafters:
         return self.given.get(method)
 
     def to(self, *args: Any, **kwargs: Any) -> None:
-        """Follow the target: those that the caller gave move, others are read anew when used."""
+        """Follow the target: the caller's drafters move, others are read again when used."""
         for method in list(self.given):
             drafter = self.given[method]
             network = network_of(drafter)

@@ -44,11 +44,11 @@ from specmm.loading.mapped import WithoutWeights
 
 EMBEDDINGS = "embed_tokens.weight"
 MASK = "mask_hidden"
-FIRST, FLAT = "layers.0.", "midlayer."  # what the first layer is called
+FIRST, FLAT = "layers.0.", "midlayer."  # the first layer's name
 MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")  # as speculators and vLLM call it
 LAYOUTS = ("speculators", "eagle", "specforge")
 SPECULATORS = ("eagle3", "peagle")
-SPECULATORS_VERSION = "0.9.0"  # whose configuration is written
+SPECULATORS_VERSION = "0.9.0"  # the version of the written configuration
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 LEFTOVERS = ("rotary_emb", "verifier_lm_head", "verifier_norm")  # constants, or the target's own
 SIZES = (

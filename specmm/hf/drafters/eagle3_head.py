@@ -36,7 +36,7 @@ from specmm.hf.models.target import VLMTarget
 
 LAYERS: Mapping[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 CACHE = cache_name(LlamaDecoderLayer)
-READ = 3  # of the target's layers, where a head does not say which
+READ = 3  # the number of target layers that a head reads by default
 
 
 @dataclass(frozen=True)

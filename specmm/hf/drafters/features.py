@@ -83,7 +83,7 @@ class BoundNetwork(Protocol):
         """The slot [1, 1, ...] of a token that is not known yet, if it predicts several a pass."""
 
     def begin(self) -> None:
-        """Read what is computed of the target's weights as they are now, into the same memory."""
+        """Recompute values derived from the target's weights, in place."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
@@ -188,29 +188,29 @@ class FeatureDrafter:
         self.shift = with_row(self.shift, row, shift_of(alone))
 
     def join(self) -> None:
-        """One more row, the last, which is then started."""
+        """Add a row at the end, which is then started."""
         self.cache.join()
         self.shift = with_one(self.shift, -1)
         self._resized()
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         self.cache.leave(row)
         self.shift = without(self.shift, row, -1)
         self._resized()
 
     def weigh(self) -> None:
-        """Say from now on how likely each draft of a chain is."""
+        """Record the probability of each draft of a chain from now on."""
         self.growth.weighs = True
 
     def absorb(self, feedback: Feedback) -> None:
-        """Read the tokens of a round for which it has not drafted."""
+        """Read the tokens of a round in which it did not draft."""
         assert feedback.result is not None
         self.kept = feedback.result.kept
         self.growth.read_committed(self, feedback)
 
     def _resized(self) -> None:
-        """The cache has another size: make the masks again."""
+        """Make the masks again for a cache of another size."""
         self.growth.begin(self.cache)
         if self.ahead is not None:
             self.ahead.begin(self.cache)
@@ -313,7 +313,7 @@ def make(method: Grown, target: VLMTarget, drafter: Any, tokenizer: object) -> A
 
 
 def as_chains(method: Grown) -> Grown:
-    """``method`` with chains where it has the default trees, which the log says."""
+    """``method`` with chains in place of the default trees; a log entry says so."""
     plain = type(method)()
     found = method
     if method.sampled and method.tree == plain.tree:

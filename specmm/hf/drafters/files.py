@@ -42,7 +42,7 @@ STATES = "aux_hidden_state_layer_ids"
 ACCEPTANCE = "acceptance.json"  # by temperature, level and rank; ours only
 # [levels, ranks]: the chance that this child is the one kept.
 Acceptance = tuple[tuple[float, ...], ...]
-Facts = Mapping[str, Any]  # what a config.json holds
+Facts = Mapping[str, Any]  # the content of a config.json
 Network = TypeVar("Network", bound=nn.Module)
 
 
@@ -88,11 +88,11 @@ def check_ids(ids: Tensor, count: int, vocabulary: int, what: str = "d2t") -> No
 
 
 def layers_named(facts: Facts) -> tuple[int, ...]:
-    """The target's layers that a drafter of any layout reads, counted from 0; none where ``facts``
-    do not say.
+    """The target's layers that a drafter of any layout reads, counted from 0; empty if ``facts`` do
+    not say.
 
-    speculators counts states, of which 0 are the embeddings. What z-lab and SpecForge nest counts
-    layers, and so do transformers' assistants and our own.
+    speculators counts states, of which 0 are the embeddings. z-lab's and SpecForge's nested fields,
+    transformers' assistants and our own count layers.
     """
     given = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
     if states := given.get(STATES) or facts.get(f"eagle_{STATES}"):
@@ -121,7 +121,7 @@ def qwen_config(facts: Facts, kind: str) -> Qwen2Config:
 
 
 def read_sizes(facts: Facts, names: Mapping[str, str], kind: str) -> dict[str, Any]:
-    """Sizes under the keys of ``names`` that ``facts`` have under its values.
+    """Sizes by the keys of ``names``, read from ``facts`` under the values of ``names``.
 
     Raises ``ValueError`` for those that are missing.
     """

@@ -20,7 +20,7 @@ from specmm.hf.drafters.translation import PADDING
 from specmm.hf.loading.pretrained import TOKENIZER, find_target, load_config, weights_folder
 from specmm.hf.pictures.picture_models import picture_type, processes
 
-SIZES = {  # what is shown of a layer, and the names in configs
+SIZES = {  # the sizes shown of a layer, and their names in configs
     "layers": ("num_hidden_layers", "n_layers"),
     "width": ("hidden_size", "d_model"),
     "vocabulary": ("vocab_size", "embedding_size"),
@@ -41,7 +41,8 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The target that a drafter belongs to, as far as its folder says; None where it does not.
+    """The target that a drafter belongs to, as far as its folder says; fields are None where it
+    does not.
 
     Its ``name`` and ``architectures``, ``width``, ``vocabulary``, number of ``layers``, the
     ``fingerprint`` of its embeddings, and which layers the drafter ``reads``, counted from 0.
@@ -117,7 +118,7 @@ class _Reader:
         files = sorted(beside.rglob(zoo.TRANSFORMERS)) if kind.command else []
         drafters = tuple(read_folder(ModelFolder(file.parent)) for file in files)
         takes = self._takes(kind.command)
-        silent = kind.command == "generate" and [*takes] == ["answers"]  # it does not draw
+        silent = kind.command == "generate" and [*takes] == ["answers"]  # it never draws
         command = "ask" if silent else kind.command
         layers = mtp_layers(self.folder) if kind.command else 0
         if layers:
@@ -170,7 +171,7 @@ class _Reader:
 
     @property
     def composed(self) -> bool:
-        """Whether it joins models of packages."""
+        """Whether the folder names models in installed packages."""
         return "language_model" in self.folder.facts
 
     @property
@@ -222,9 +223,10 @@ class _Reader:
 
 
 def find_folder(name: str | Path) -> Path:
-    """A local folder, a pocket model or a folder inside it, or a hub id.
+    """The folder called ``name``: a local folder, a pocket model or a folder inside it, or a hub
+    id.
 
-    Raises ``ValueError`` where there is none.
+    Raises ``ValueError`` if there is none.
     """
     path = Path(name)
     if path.is_dir():

@@ -62,7 +62,7 @@ class InterleavedDrafter:
         return DraftTree(tokens, tree.shape, probs)
 
     def _guesses(self, feedback: Feedback) -> tuple[Tensor, Tensor]:
-        """Tokens [B, N] looked up for rows in text, and which of them there are [B, N] bool."""
+        """Tokens [B, N] looked up for rows in text, and a mask [B, N] of those that were found."""
         opened = self.target.grammar.after(self.target.opened, feedback.token).tolist()
         tokens = torch.zeros(len(opened), self.window + 1, dtype=torch.int64)
         known = torch.zeros_like(tokens, dtype=torch.bool)

@@ -78,8 +78,8 @@ def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
 
 
 def _order(given: State) -> list[str]:
-    """The names of what is ``given``, small ones first: some stay in float32, which holds small
-    numbers alone.
+    """The names of the weights ``given``, small weights first: some stay in float32, which holds
+    only small integers exactly.
     """
     return sorted(given, key=lambda name: (given[name].numel(), name))
 

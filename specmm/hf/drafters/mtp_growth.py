@@ -81,7 +81,7 @@ class LayerGrowth(Growth):
         return tree
 
     def _show(self, kept: Tensor) -> None:
-        """Open the mask for what was committed before, and to drafts for ``kept`` [B] since."""
+        """Open the mask for earlier tokens and, to drafts, for the round's ``kept`` [B]."""
         capacity = self.cache.size.capacity
         self.mask[..., :capacity] = self.cache.prefix_bias()[:, None, None]
         seen = self.bias[..., capacity : self.start]
@@ -113,11 +113,11 @@ class LayerGrowth(Growth):
         return found[:, -count:]
 
     def _positions(self, depth: int, count: int) -> Tensor:
-        """As :class:`specmm.core.growth.Growth`, after committed tokens that have no slot yet."""
+        """As in :class:`specmm.core.growth.Growth`, after committed tokens without a slot."""
         return super()._positions(depth, count) + self.kept[:, None]
 
     def _note(self, states: Tensor, number: int) -> Tensor:
-        """Keep what layer ``number`` predicted, ``states`` [B, N, C]; what after the last token."""
+        """Store the ``states`` [B, N, C] of layer ``number``; returns that after the last token."""
         self.states = torch.cat([self.last[:, number, None], states], 1)
         found = at_nodes(self.states, self.kept[:, None])[:, 0]
         self.last[:, number] = found

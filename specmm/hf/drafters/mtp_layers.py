@@ -51,7 +51,8 @@ ADVICE = "use a checkpoint that holds them, or another method such as prompt-loo
 class MtpLayers:
     """The loaded ``model`` of transformers, and what its layers store of a token, ``sizes``.
 
-    Unless ``chained``, each reads the target's own states, which those before it hand on.
+    Unless ``chained``, each layer reads the target's own states, which the layers before it pass
+    on.
     """
 
     model: Any

@@ -1,5 +1,5 @@
-"""Drafts of tokens that were read or written before: by prompt lookup, those that followed the last
-earlier occurrence of the latest tokens in the prompt or the answer so far, or by suffix decoding.
+"""Drafts of earlier tokens: prompt lookup, which drafts the tokens that followed the last earlier
+occurrence of the latest ones in the prompt or answer; and the base that suffix decoding shares.
 
 Picture placeholders never match and are never drafted. Drafts are point masses, so any is exact.
 
@@ -20,9 +20,12 @@ from specmm.core.drafter import Feedback
 from specmm.core.randomness import UniformSource
 from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
-from specmm.hf.drafters.drafting import Assembly
+from specmm.hf.drafters.drafting import Assembly, Verification
 from specmm.hf.models.target import VLMTarget
-from specmm.verify import Recursive
+
+TRUST = 0.4  # share of right followers that an n-gram of each length begins with
+LATELY = 0.2  # the latest follower's weight in that share
+LEAST = 0.15  # of it, for drafts to be made
 
 
 class LookupRow:
@@ -35,10 +38,15 @@ class LookupRow:
         self.ngram = ngram
         self.banned = banned
         self.places: dict[tuple[int, ...], int] = {}
+        self.expected: tuple[int, int] | None = None  # n and the token that follows next by it
+        self.right = [TRUST] * (ngram + 1)  # by n, how often that token did follow lately
         self.extend(tokens)
 
     def extend(self, tokens: list[int]) -> None:
         """Append ``tokens``; the n-grams that end before each of them now have a follower."""
+        if self.expected is not None and tokens:
+            n, follower = self.expected
+            self.right[n] += LATELY * ((tokens[0] == follower) - self.right[n])
         for token in tokens:
             end = len(self.tokens)
             for n in range(1, min(self.ngram, end) + 1):
@@ -46,8 +54,8 @@ class LookupRow:
             self.tokens.append(token)
 
     def guess(self, length: int, least: int = 1) -> list[int]:
-        """Up to ``length`` tokens that followed the longest n-gram (of at ``least`` so many tokens)
-        that has occurred before.
+        """Up to ``length`` tokens that followed an earlier occurrence of the longest possible
+        n-gram, of at least ``least`` tokens.
 
         A guess that reaches the latest token repeats itself, so that repetitions are drafted at
         full length.
@@ -56,10 +64,19 @@ class LookupRow:
             latest = tuple(self.tokens[-n:])
             place = self.places.get(latest)
             if place is not None and not self.banned.intersection(latest):
+                self.expected = n, self.tokens[place]
                 period = self.tokens[place : place + length]
                 guess = islice(cycle(period), length)
                 return list(takewhile(lambda token: token not in self.banned, guess))
+        self.expected = None
         return []
+
+    def trusted_guess(self, length: int) -> list[int]:
+        """:meth:`guess`, unless what as many tokens suggested was mostly wrong lately: a draft that
+        is rejected costs time.
+        """
+        guess = self.guess(length)
+        return guess if self.expected and self.right[self.expected[0]] >= LEAST else []
 
 
 class Row(Protocol):
@@ -73,8 +90,8 @@ R = TypeVar("R", bound=Row)
 
 
 class Recall(Generic[R]):
-    """Indices of the tokens that ``target``'s rows have read and written: ``make(tokens, banned)``
-    of each.
+    """An index for each of ``target``'s rows of the tokens read and written, made by ``make(tokens,
+    banned)``.
     """
 
     def __init__(self, target: VLMTarget, make: Callable[[list[int], frozenset[int]], R]) -> None:
@@ -138,19 +155,23 @@ class RecallDrafter(Generic[R]):
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """A chain of each row's guess, padded with the root's token (any token would do).
 
-        All rows' chains are as long as the longest guess; but if uniforms are drawn, they have full
-        length, because a row's uniforms must not depend on the other rows' guesses.
+        All rows' chains are as long as the longest guess, since the rule of :func:`recalled` takes
+        a uniform for each token, not for each draft.
         """
         with self.clock("draft"):
             self.recall.extend(feedback)
             guesses = [self.guess(row, self.length) for row in self.recall.rows]
-            drafted = max(map(len, guesses))
-            longest = drafted if self.target.processor.greedy else self.length
+            longest = max(map(len, guesses))
             roots = feedback.token.tolist()
             chains = [[root, *guess] for root, guess in zip(roots, guesses, strict=True)]
             padded = [chain + chain[:1] * (longest + 1 - len(chain)) for chain in chains]
             tokens = torch.tensor(padded, device=feedback.token.device)
-        return DraftTree(tokens, self.shapes[longest], drafted=drafted)
+        return DraftTree(tokens, self.shapes[longest])
+
+
+def recalled(drafter: RecallDrafter[R]) -> Assembly:
+    """The ``drafter`` and its rule, by which sampled tokens are those of plain decoding."""
+    return Assembly(drafter, Verification.of("matching", drafter.target).rule)
 
 
 class PromptLookupDrafter(RecallDrafter[LookupRow]):
@@ -162,11 +183,11 @@ class PromptLookupDrafter(RecallDrafter[LookupRow]):
     def __init__(self, target: VLMTarget, ngram: int = 3, length: int = 8) -> None:
         if ngram < 1 or length < 1:
             raise ValueError(f"ngram and length must be at least 1, got {ngram} and {length}")
-        super().__init__(lookup(target, ngram), LookupRow.guess, length)
+        super().__init__(lookup(target, ngram), LookupRow.trusted_guess, length)
 
 
 def make(
     method: methods.PromptLookup, target: VLMTarget, drafter: object, tokenizer: object
 ) -> Assembly:
     """The parts of method ``prompt-lookup``."""
-    return Assembly(PromptLookupDrafter(target, method.ngram, method.length), Recursive())
+    return recalled(PromptLookupDrafter(target, method.ngram, method.length))

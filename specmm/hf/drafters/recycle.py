@@ -1,9 +1,9 @@
 """Token recycling (arXiv 2408.08696): drafts the tokens that the target last found likeliest after
 each token.
 
-A row keeps K tokens for each of the vocabulary: at first those that followed it in the prompt, then
-the target's likeliest at every node that it scored, kept or not. A tree of fixed shape is filled
-from them. Drafts are point masses, so any is exact.
+A row stores K successors for each token of the vocabulary: at first those that followed it in the
+prompt, then the target's likeliest at every scored node, accepted or not. A tree of fixed shape is
+filled from them. Drafts are point masses, so any is exact.
 
 Shape letters: B batch, N nodes, K tokens kept, V vocabulary.
 """
@@ -32,7 +32,7 @@ UNKNOWN = -1
 
 
 class RecycleDrafter:
-    """Trees of ``shape``, whose node of rank r after a token is the r-th that is kept of it.
+    """Trees of ``shape`` in which the node of rank r after a token is its r-th stored successor.
 
     Rows keep their own tokens, so that no row depends on the others.
     """
@@ -45,7 +45,7 @@ class RecycleDrafter:
         self.max_nodes = shape.size
         self.max_depth = shape.depth
         depths = shape.depths[0].tolist()
-        self.levels = [  # of each level the nodes, their parents and their ranks
+        self.levels = [  # nodes, parents and ranks of each level
             (nodes, shape.parents[0, nodes], shape.ranks[0, nodes])
             for depth in range(1, shape.depth + 1)
             for nodes in [[n for n, d in enumerate(depths) if d == depth]]
@@ -65,7 +65,7 @@ class RecycleDrafter:
         self._read(row, self.target.started.prompt.rows()[0])
 
     def _read(self, row: int, prompt: list[int]) -> None:
-        """Know of ``row`` what last followed each token of its ``prompt``."""
+        """Store for ``row`` which tokens last followed each token of its ``prompt``."""
         self.after[row] = UNKNOWN
         if not self.target.family.shared:  # the prompt's ids are of other tokens
             return
@@ -89,8 +89,8 @@ class RecycleDrafter:
         return DraftTree(tokens, self.shape)
 
     def _learn(self, feedback: Feedback) -> None:
-        """Keep the likeliest tokens at all nodes of the last round; of nodes with the same token
-        those of the last one, and first of all those of the path that was kept.
+        """Store the likeliest tokens at all nodes of the last round. Among nodes with the same
+        token the last one counts, and accepted nodes before others.
         """
         best = feedback.output.likeliest
         if best is None or feedback.tree is None or feedback.result is None:

@@ -1,5 +1,5 @@
-"""Suffix decoding (arXiv 2411.04975): drafts what followed the longest earlier occurrence of the
-latest tokens, in the prompt and the answer so far, and in earlier answers if they are kept.
+"""Suffix decoding (arXiv 2411.04975): drafts the tokens that followed the longest earlier
+occurrence of the latest ones, in the prompt, the answer so far, and stored earlier answers.
 
 The texts' suffixes are states of a suffix automaton (Blumer et al. 1985), which grows by a token in
 constant time and has a state for every node of the texts' suffix tree. Picture placeholders never
@@ -16,20 +16,18 @@ from specmm import methods
 from specmm.core.drafter import Feedback
 from specmm.core.stats import Clock
 from specmm.hf.drafters.drafting import Assembly
-from specmm.hf.drafters.prompt_lookup import Recall, RecallDrafter
+from specmm.hf.drafters.prompt_lookup import Recall, RecallDrafter, recalled
 from specmm.hf.models.target import VLMTarget
-from specmm.verify import Recursive
 
 COUNTED = 64  # suffixes of a text whose counts a token raises, the longest first
 LATEST = 32  # tokens that are looked for in earlier answers
 LEAST = 0.25  # a draft's least probability
-SAMPLED = 8  # tokens of a chain at most, where every chain is of full length
 ROOT = 0
 
 
 class Guess(NamedTuple):
-    """A chain of ``tokens``, and of each the estimated probability that it is kept with all before
-    it.
+    """A chain of ``tokens``, with the estimated probability of each that it and all before it are
+    accepted.
     """
 
     tokens: list[int]
@@ -39,9 +37,9 @@ class Guess(NamedTuple):
 class SuffixTree:
     """All suffixes of texts, each with how often it occurred.
 
-    States are numbers, ``ROOT`` the empty suffix. Of each there are the states that ``follow`` it
-    by token, the state of its longest suffix elsewhere (``link``), the ``length`` of its longest
-    text, and its ``count`` of occurrences.
+    States are numbers, ``ROOT`` the empty suffix. Each has the states that ``follow`` it by token,
+    the state of its longest suffix in another state (``link``), the ``length`` of its longest text,
+    and its ``count`` of occurrences.
     """
 
     def __init__(self) -> None:
@@ -106,11 +104,11 @@ class SuffixTree:
         """Up to ``length`` tokens that followed the last ``matched`` tokens of ``state``, while
         their probability is at least ``least``.
 
-        Of several followers the one that is new among them is taken: what has changed once stays.
-        If c of n followers are that one, after m tokens that agree, its probability is taken as
-        c / (n + 1/m): a copy that held for m tokens holds for another by the rule of succession.
-        So longer matches have longer drafts. A guess that reaches the end of the text goes on after
-        the earlier occurrence, so that repetitions are drafted at full length.
+        Of several followers the newest is taken: a change usually stays. If it is c of the n
+        followers, after m matching tokens, its probability is estimated as c / (n + 1/m): by the
+        rule of succession a copy that held for m tokens holds for another. So longer matches have
+        longer drafts. A guess that reaches the end of the text goes on after the earlier
+        occurrence, so that repetitions are drafted at full length.
         """
         tokens: list[int] = []
         probs: list[float] = []
@@ -138,15 +136,15 @@ class SuffixTree:
 
 
 class EarlierAnswers:
-    """Answers for rows to draft from: about the ``capacity`` tokens that were of use last.
+    """Earlier answers that rows draft from: about the ``capacity`` tokens used last.
 
     As the ``drafter`` of a pipeline with method ``suffix`` it keeps the answers of all calls. Then
     the tokens that a seed draws depend on earlier calls; their distribution does not.
 
-    There are two trees. Answers go to the younger one; once that has half of the ``capacity`` it is
-    the elder, and the elder so far is forgotten. What a row took over from an earlier answer stands
-    in its own answer, too, and so in the younger tree: what was not used for longest goes. For one
-    thread at a time. Raises ``ValueError`` for a capacity below 2.
+    There are two trees. Answers go to the younger one; when it reaches half of the ``capacity`` it
+    becomes the elder, and the old elder is dropped. Text that a row drafted from an earlier answer
+    is part of its own answer, too, and so enters the younger tree: the least recently used text is
+    dropped first. For one thread at a time. Raises ``ValueError`` for a capacity below 2.
     """
 
     method: ClassVar[str] = "suffix"
@@ -156,7 +154,7 @@ class EarlierAnswers:
             raise ValueError(f"capacity must be at least 2 tokens, got {capacity}")
         self.capacity = capacity
         self.trees = [SuffixTree()]
-        self.tokens = 0  # of the younger tree
+        self.tokens = 0  # the younger tree's
         self.open: list[list[int]] = []  # answers that are being written
 
     def begin(self, answers: list[list[int]]) -> None:
@@ -216,8 +214,8 @@ class SuffixRow:
             self.answer.append(token)
 
     def guess(self, length: int, least: float = LEAST) -> Guess:
-        """The likeliest chain of up to ``length`` tokens, each with a probability of at ``least``
-        so much; of those of several texts the one of which more tokens are expected to be kept.
+        """The likeliest chain of up to ``length`` tokens whose probabilities are at least
+        ``least``; among several texts' chains the one with more expected accepted tokens.
         """
         tree = self.tree
         best = tree.guess(self.state, tree.length[self.state], length, least)
@@ -229,10 +227,9 @@ class SuffixRow:
 
 
 class SuffixDrafter(RecallDrafter[SuffixRow]):
-    """Chains of up to ``length`` tokens, each of an estimated probability of at ``least`` so much;
-    for sampled targets, whose chains are always of full length, at most ``SAMPLED``.
+    """Chains of up to ``length`` tokens whose estimated probabilities are at least ``least``.
 
-    Raises ``ValueError`` for a length below 1 and a probability that is none.
+    Raises ``ValueError`` for a length below 1 and a ``least`` outside [0, 1].
     """
 
     def __init__(
@@ -250,7 +247,7 @@ class SuffixDrafter(RecallDrafter[SuffixRow]):
         super().__init__(
             Recall(target, lambda tokens, banned: SuffixRow(tokens, banned, earlier)),
             lambda row, most: row.guess(most, least).tokens,
-            length if target.processor.greedy else min(length, SAMPLED),
+            length,
         )
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
@@ -268,5 +265,5 @@ class SuffixDrafter(RecallDrafter[SuffixRow]):
 def make(
     method: methods.Suffix, target: VLMTarget, drafter: EarlierAnswers | None, tokenizer: object
 ) -> Assembly:
-    """The parts of method ``suffix``; the ``drafter`` is what earlier calls answered, if any."""
-    return Assembly(SuffixDrafter(target, method.length, method.least, drafter), Recursive())
+    """The parts of method ``suffix``; ``drafter`` holds the answers of earlier calls, if any."""
+    return recalled(SuffixDrafter(target, method.length, method.least, drafter))

@@ -19,14 +19,14 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPACE = "\u2581"  # SentencePiece's space
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # and its tokens of one byte
-BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of byte-level tokenizers
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # for byte-level tokenizers
 PADDING = 512  # tokens that models of one tokenizer may differ by: they pad their vocabularies
 LEAST = 0.05  # share of the target's tokens that the drafter must know to be worth a try
 
 
 class Translation:
-    """The drafter's nearest token of each of the target's, ``ids`` [V], and whether it is the same,
-    ``shared`` [V].
+    """For each target token the drafter's nearest token, ``ids`` [V], and whether both are the same
+    text, ``shared`` [V].
 
     ``foreign`` says whether the drafter has another tokenizer, which splits text in its own way.
     """
@@ -105,7 +105,7 @@ class Translation:
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """The bytes of every token, which may be a part of a letter; of special ones their names."""
+    """The bytes of every token (perhaps part of a character); special tokens have their names."""
     vocabulary = tokenizer.get_vocab()
     in_bytes = any("\u0120" in token for token in vocabulary)
     spell = _spelled_in_bytes if in_bytes else _spelled_in_letters

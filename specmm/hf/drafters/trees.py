@@ -28,7 +28,8 @@ class Trees(NamedTuple):
 
 
 def trees_of(method: Grown, target: VLMTarget) -> Trees:
-    """What ``method`` drafts for ``target``; where drafts must be chains, the defaults are.
+    """The tree, drawing and rule of ``method`` for ``target``; where drafts must be chains, the
+    default trees become chains.
 
     Raises ``ValueError`` for trees and rules that do not fit the target.
     """

@@ -19,9 +19,10 @@ BASE = "base_model_name_or_path"
 
 
 def base_of(name: str | Path) -> tuple[str | Path, Path | None]:
-    """The model that ``name`` is, and the folder of the adapter, if it is one's.
+    """The base model of ``name`` and its adapter's folder; ``name`` itself and None if it is no
+    adapter.
 
-    Raises ``ValueError`` where that does not tell its base.
+    Raises ``ValueError`` for an adapter that does not name its base.
     """
     if not isinstance(name, str | Path) or not (Path(name) / CONFIG).is_file():
         return name, None
@@ -56,7 +57,7 @@ def with_adapter(model: Any, folder: Path | None) -> Any:
 
 
 def split(model: Any) -> tuple[Any, Any]:
-    """The model of transformers that ``model`` is, or puts adapters into; and the latter, or None.
+    """The transformers model inside ``model``, and the PEFT model around it, or None.
 
     Raises ``ValueError`` for virtual tokens.
     """

@@ -18,7 +18,7 @@ from specmm.loading.checkpoints import read_json, stored_dtype
 from specmm.loading.hardware import Place, choose_dtype
 
 T = TypeVar("T")
-FREQUENCIES = "inv_freq"  # of rotary embeddings, float32 in every dtype
+FREQUENCIES = "inv_freq"  # rotary embeddings' frequencies, float32 in every dtype
 ELSEWHERE = ("cpu", "disk", "meta")  # where accelerate keeps weights until a layer runs
 
 

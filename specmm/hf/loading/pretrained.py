@@ -43,7 +43,7 @@ from specmm.loading.checkpoints import check_names, no_tensors, read_json, some_
 
 LOGGER = logging.getLogger(__name__)
 REPORTS = "transformers.modeling_utils"  # the logger of loading reports
-CODE = "auto_map"  # where a config names Python files
+CODE = "auto_map"  # a config's entry for Python files
 TOKENIZER = "tokenizer_config.json"
 WHOLE_TOKENIZER = "tokenizer.json"
 VOCABULARIES = ("*token*", "vocab*", "*.model", "*tekken*")  # files that hold one
@@ -87,7 +87,7 @@ def load_target(folder: Path, dtype: torch.dtype | None = None, **options: Any) 
         model = load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
-        said = str(error).partition("\nModel type should be")[0]  # of the hundreds that there are
+        said = str(error).partition("\nModel type should be")[0]  # not all the types
         raise ValueError(
             f"{folder} must hold a causal language model and its tokenizer ({said})"
         ) from error
@@ -100,8 +100,8 @@ def own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 
 
 def use_tree_attention(model: ModelT) -> ModelT:
-    """``model``, whose language model attends to trees by the kernel where Triton runs, and
-    elsewhere to rows of very different lengths in groups.
+    """``model``, with its language model's attention set to the tree kernel where Triton runs, and
+    elsewhere to groups of rows of similar lengths.
 
     For models whose attention is of another kind (sliding windows, capped scores, sinks, or another
     implementation than transformers' own choice) nothing changes: trees are scored with dense masks
@@ -152,7 +152,7 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
             )
     except torch.OutOfMemoryError:
         raise
-    except ImportError as error:  # of a quantiser, in many lines
+    except ImportError as error:  # a quantiser's, in many lines
         said = " ".join(str(error).split())
         raise ValueError(f"{folder} needs a package that is not installed: {said}") from error
     except pickle.UnpicklingError as error:
@@ -209,7 +209,7 @@ def load_processor(folder: str | Path, **options: Any) -> Any:
 
 def _check_vocabulary(tokenizer: Any, folder: str | Path) -> None:
     """Raise ``ValueError`` for the ``tokenizer`` that transformers makes of a ``folder`` without a
-    vocabulary: it knows marks only, and any text is nothing to it.
+    vocabulary: such a tokenizer knows special tokens only and drops all text.
     """
     marks = getattr(tokenizer, "added_tokens_encoder", None)
     if marks is not None and len(tokenizer) - len(marks) < 2:  # its own end, too, may be none
@@ -326,13 +326,13 @@ def _check_loaded(
 
 
 def mtp_layers_of(config: PreTrainedConfig) -> int:
-    """How many layers for multi-token prediction ``config`` says that its checkpoints hold."""
+    """The number of multi-token prediction layers in checkpoints of ``config``."""
     text = config.get_text_config(decoder=True)
     return next((int(n) for name in MTP if (n := getattr(text, name, None))), 0)
 
 
 def _mtp_names(config: PreTrainedConfig) -> re.Pattern[str]:
-    """The names of layers after the last one, which draft for the others."""
+    """A pattern of the names of multi-token prediction layers, which follow the last layer."""
     text = config.get_text_config(decoder=True)
     first = getattr(text, "num_hidden_layers", 0)
     numbers = range(first, first + mtp_layers_of(config))
@@ -341,7 +341,7 @@ def _mtp_names(config: PreTrainedConfig) -> re.Pattern[str]:
 
 @contextmanager
 def unlogged(name: str, said: str) -> Iterator[None]:
-    """A block in which the logger ``name`` leaves out what holds the text ``said``."""
+    """A block in which the logger ``name`` drops messages that contain ``said``."""
 
     def other(record: logging.LogRecord) -> bool:
         return said not in record.getMessage()

@@ -33,22 +33,22 @@ from specmm.hf.prompts.prompt import POSITIONS, VLMPrompt
 from specmm.kernels.tree_attention.interface import NAME as TREES
 from specmm.loading.hardware import prepack
 
-GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # what M-RoPE counts by
-CACHES = ("cache", "past_key_values", "cache_params")  # what models call theirs, now and before
-DROPPED = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}  # said otherwise
-LAYERS = ("layers", "h")  # what decoders call their layers
+GRIDS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")  # for M-RoPE positions
+CACHES = ("cache", "past_key_values", "cache_params")  # the argument's names in old and new models
+DROPPED = {"logits_to_keep", *CACHES, "use_cache", "return_dict", "labels"}  # set by us
+LAYERS = ("layers", "h")  # decoders' names for their layers
 INNER = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # widths of feed-forwards
-PER_LAYER = "per_layer_inputs"  # what decoders call what their layers read of the tokens themselves
-PLACEHOLDERS = ("image", "video", "audio")  # of what config names end tokens with
+PER_LAYER = "per_layer_inputs"  # embeddings of the tokens that layers read directly
+PLACEHOLDERS = ("image", "video", "audio")  # kinds in the names of configs' token ids
 SCALED = ("linear", "dynamic", "yarn", "llama3")  # kinds of rotary embeddings with a factor
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 CHUNKED = "chunked_attention"
 
-LARGE = 2.0**60  # where a cap of any size is reached
+LARGE = 2.0**60  # beyond a cap of any size
 SMALL = 2.0**-10
 KNOWN = (SMALL, LARGE, -LARGE, -300.0, -30.0, -3.0, 0.0, 0.3, 3.0, 30.0, 300.0)  # P
-ROUNDINGS = 16  # of a few products and a tanh
+ROUNDINGS = 16  # rounding errors of a few products and a tanh
 Rows = TypeVar("Rows", bound="FewRows")
 
 
@@ -226,7 +226,7 @@ class Family:
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """The ways in which this model may be run."""
+        """The ways in which this model may be run, in the order in which they are tried."""
         # padding at the right would move states; some decoders take more of a token than a state
         return tuple(
             way
@@ -273,7 +273,7 @@ class Family:
 
     @property
     def rows(self) -> int:
-        """Tokens that the model has an embedding of; 0 where that is not to be seen."""
+        """The number of tokens with an embedding; 0 if it cannot be determined."""
         known = self.embedding
         return known.num_embeddings if isinstance(known, nn.Embedding) else 0
 
@@ -281,7 +281,7 @@ class Family:
     def turning_point(self) -> int | None:
         """Positions up to which "longrope" uses its short factors; None for other embeddings.
 
-        The positions of a longer text all use the others.
+        In a longer text all positions use the long factors.
         """
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") != "longrope":
@@ -308,14 +308,16 @@ class Family:
         return _without(self.all_logits(states), self._hidden)
 
     def all_logits(self, states: Tensor) -> Tensor:
-        """Logits [..., V] of the decoder's ``states`` [..., C], those that its class hides, too."""
-        weight = getattr(self.head, "weight", states)
-        return self.after_head(self.head(states.to(weight.dtype)))
+        """Logits [..., V] of the decoder's ``states`` [..., C], hidden tokens included."""
+        weight = getattr(self.head, "weight", None)
+        if isinstance(weight, Tensor):  # PyTorch's quantised layers have a function of this name
+            states = states.to(weight.dtype)
+        return self.after_head(self.head(states))
 
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v].
 
-        It is of the weights that there are: ask again in each call.
+        It uses the weights of this moment: ask again in each call.
         """
         if ids is None:
             return self.logits
@@ -587,7 +589,7 @@ class FewRows(nn.Module):
         self._read: Derived[None] = Derived()
 
     def read(self, head: nn.Linear) -> None:
-        """Copy the rows again if those of ``head`` are others, to where programs find them."""
+        """Copy the rows again, in place, if the weights of ``head`` have changed."""
         self._read.of(list(head.parameters()), partial(self._copy, head))
 
     @torch.no_grad()
@@ -603,7 +605,7 @@ class FewRows(nn.Module):
 
 
 def few_rows(kind: type[Rows], head: nn.Linear, ids: Tensor) -> Rows:
-    """A ``kind`` of rows of ``head`` as it is now for the tokens ``ids`` [v], which calls share."""
+    """Shared, up-to-date rows of ``head`` for the tokens ``ids`` [v], of class ``kind``."""
     found = fact(head, (kind, tuple(ids.tolist())), partial(kind, head, ids))
     found.read(head)
     return found
@@ -628,8 +630,8 @@ def _special(config: PreTrainedConfig) -> set[int]:
 
 
 def _fitted(known: Tensor, found: Tensor) -> AfterHead:
-    """The factor and the cap that make ``found`` [P, V] of ``known`` [P], all tokens alike but for
-    those that are hidden.
+    """The factor and the cap that turn ``known`` [P] into ``found`` [P, V], the same for all tokens
+    that are not hidden.
     """
     shut = (found == torch.finfo(found.dtype).min).all(0)
     open_ones = found[:, ~shut]

@@ -1,7 +1,7 @@
 """Finds the modules of a decoder that read and write states, and what they can do.
 
 Both are found by running the model, at its first prompt: the module that runs while a layer's state
-is written is the one, and random states show what it can do (see ``states`` for the use of that).
+is written is its mixer, and random states show what it can do (see ``states``).
 
 Shape letters: R rows, C width, T tokens.
 """
@@ -24,7 +24,7 @@ from transformers.cache_utils import LinearAttentionLayer
 # Scales of the inputs that a mixer is tested with: small ones hardly change the state, large ones
 # reveal bounds.
 SCALES = (0.05, 1.0, 16.0, -16.0)
-CLOSE = 1e-3  # of a token's largest number
+CLOSE = 1e-3  # relative to a token's largest number
 
 Way = Literal["window", "chunk", "steps"]
 
@@ -90,7 +90,7 @@ class StateLayer(LinearAttentionLayer):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The inputs [R, C, T] of a convolution after those that the state holds."""
+        """The convolution's inputs [R, C, T], with those in the state in front."""
         slot = Slot(self.number, "conv", state_idx)
         if self.written is not None:
             self.written(slot)
@@ -123,7 +123,7 @@ class StateLayer(LinearAttentionLayer):
         return found
 
     def put(self, slot: Slot, state: Tensor) -> None:
-        """Let ``state`` be the one at ``slot``."""
+        """Put ``state`` at ``slot``."""
         held = self.conv_states if slot.kind == "conv" else self.recurrent_states
         held[slot.place] = state
 
@@ -137,7 +137,7 @@ def read(layers: Layers, slots: Sequence[Slot]) -> list[Tensor]:
 
 
 def write(layers: Layers, slots: Sequence[Slot], states: Sequence[Tensor]) -> None:
-    """Let ``states`` be those at ``slots``."""
+    """Put ``states`` at ``slots``."""
     for slot, state in zip(slots, states, strict=True):
         layers[slot.layer].put(slot, state)
 
@@ -172,7 +172,7 @@ def _continues(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: C
         pairs = zip(run(own, together), run(own, *tokens), strict=True)
         return all(_close(a, b) for a, b in pairs)
     except (RuntimeError, ValueError, IndexError):
-        return False  # it takes one token only
+        return False  # the mixer takes one token only
     finally:
         write(layers, slots, committed)
 

@@ -32,11 +32,11 @@ from specmm.verify.rule import VerifyResult
 Trees = Sequence[tuple[tuple[int, ...], int]]  # parents, and how many first nodes are kept
 TREE: Trees = (((-1, 0, 0, 1), 0),)
 CHAINS: Trees = (((-1, 0, 1, 2), 2), ((-1, 0), 1), ((-1, 0, 1), 0))
-SIBLING: Trees = (((-1, 0, 0), 0),)  # of a token that the model chose, and one after it
+SIBLING: Trees = (((-1, 0, 0), 0),)  # a sibling of the token that the model chose, and one after it
 LATER: Trees = (((-1, 0), 1), ((-1,), 0))  # the same by chains
 PROMPTS = (3, 2)  # tokens of each row before the tree
 OWN = 3  # tokens that the model itself answers a prompt with
-CLOSE = {torch.float32: 0.001, torch.float64: 0.001}  # of the spread of log-probabilities
+CLOSE = {torch.float32: 0.001, torch.float64: 0.001}  # relative to the spread of log-probabilities
 ROUNDED = 0.03  # the same in half precision
 STATES = 0.06  # there, where layers have states
 NOISES = 2.0  # largest distance between our scores and the model's own, in units of its noise
@@ -53,9 +53,9 @@ def check_model(model: PreTrainedModel, target: Probing) -> Way:
     """The way in which trees of text score as the ``model``'s own forwards do.
 
     ``target`` makes an unchecked target of the model that samples at temperature 1. Each model is
-    asked once; one whose logits are not finite passes. Raises ``ValueError`` naming the model's
-    type where no way agrees, but for models that may read pictures as they do not read text: these
-    are asked again (see ``way_of``).
+    tested once; a model whose logits are not finite passes. Raises ``ValueError`` naming the
+    model's type if no way agrees, except for models that may read pictures otherwise than text:
+    these are tested again (see ``way_of``).
     """
     answer = _text(model, target)
     if isinstance(answer, str) and answer.startswith(DIFFERS) and _reads_pictures(model):
@@ -66,8 +66,8 @@ def check_model(model: PreTrainedModel, target: Probing) -> Way:
 def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
     """The way in which prompts like this one, with pictures or the like, score as in ``generate``.
 
-    Each kind of prompt is asked about once a model. Raises ``ValueError`` saying what differs, or
-    why the model itself cannot read the prompt.
+    Each kind of prompt is tested once a model. Raises ``ValueError`` saying what differs, or why
+    the model itself cannot read the prompt.
     """
     long = Family.of(model).room < prompt.width + OWN + 1  # to be asked about
     if not prompt.kind or long:
@@ -153,8 +153,8 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
 
 
 def _prepares_otherwise(model: PreTrainedModel) -> bool:
-    """Whether its generate was taught to prepare inputs otherwise than its class does, as PEFT
-    teaches it for the time of a call.
+    """Whether the object's method that prepares generate's inputs was replaced, as PEFT does during
+    a call.
     """
     found = vars(model).get("prepare_inputs_for_generation")
     own = getattr(type(model), "prepare_inputs_for_generation", None)
@@ -171,7 +171,7 @@ def _noise(model: PreTrainedModel) -> float:
         try:
             found = (own(model, tokens, _paths(TREE)) for own in (_own, _own_steps))
             return _distance(*found)
-        except Exception as error:  # it reads no text alone
+        except Exception as error:  # the model reads no text alone
             _told(error)
             return 0.0
 
@@ -214,7 +214,7 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
 
 
 def own_noise(model: PreTrainedModel) -> dict[str, str]:
-    """By how much forwards of a checked ``model`` differ from one another, for certificates, if by
+    """For certificates: how much forwards of a checked ``model`` differ from one another, if by
     more than rounding.
     """
     found: dict[str, str] = facts(model).get(DIFFERING, {})
@@ -239,7 +239,7 @@ def _embeds_alike(family: Family) -> bool:
         with torch.inference_mode():
             family.body(input_ids=ids, use_cache=False)
             return torch.equal(seen[0], family.embedding(ids))
-    except Exception:  # it takes no placeholders without pictures
+    except Exception:  # the model takes no placeholders without pictures
         return True
     finally:
         handle.remove()
@@ -284,7 +284,7 @@ def _own(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]
 
 def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
     """As :func:`_own`, token by token as its generate: some mixers compute otherwise at once."""
-    own_logits(model, tokens[None, :1])  # what else is read of it
+    own_logits(model, tokens[None, :1])  # caches other facts of the same forward
     longest = [path for path in paths if not any(_begins(path, other) for other in paths)]
     row_of = [next(i for i, x in enumerate(longest) if x[: len(p)] == p) for p in paths]
     width = max(map(len, paths))

@@ -33,9 +33,10 @@ FAR = 2048  # the same where room that is empty costs nothing
 
 
 class RowProcessors:
-    """A processor for each row of a batch; rows of equal ones are asked together.
+    """A processor for each row of a batch; rows with equal processors are processed together.
 
-    Where one fails, its rows draw token 0, and ``failed`` says why until the next forward.
+    If a processor fails, its rows draw token 0, and ``failed`` holds the error until the next
+    forward.
     """
 
     def __init__(self, rows: Sequence[ProbsProcessor] = ()) -> None:
@@ -85,7 +86,7 @@ class RowProcessors:
 
 
 def _alike(one: ProbsProcessor, other: ProbsProcessor) -> bool:
-    """Whether two rows may be asked together: plain processors know nothing of their row."""
+    """Whether two rows may be processed together: plain processors do not depend on the row."""
     return one is other or (isinstance(one, Processor) and one == other)
 
 
@@ -100,7 +101,7 @@ def _part(tree: DraftTree, some: Tensor) -> DraftTree:
 class RowsTarget(VLMTarget):
     """A model as the target of an engine.
 
-    It begins without rows. Each one that joins takes the prompt of a :class:`Reading`. Raises
+    It begins without rows. Each row that joins takes the prompt of a :class:`Reading`. Raises
     ``ValueError`` for models that :func:`why_no_rows` rules out.
     """
 
@@ -111,7 +112,7 @@ class RowsTarget(VLMTarget):
     def __init__(self, model: Any, name: str) -> None:
         super().__init__(model, RowProcessors(), name)
         self.beside: list[Piece] = []  # read by the next forward, too
-        self.drafted: Nodes | None = None  # what it scores, where rows have not as many drafts
+        self.drafted: Nodes | None = None  # nodes to score, if rows differ in drafts
         if self.joins and (reason := why_no_rows(self.family, self.way)):
             raise ValueError(f"rows of {name} cannot join others: {reason}")
         self.scratch = 1
@@ -128,8 +129,8 @@ class RowsTarget(VLMTarget):
             return False
 
     def open(self, scratch: int, rows: int = 1) -> None:
-        """Without rows, with room for trees of ``scratch`` nodes; and for so many ``rows``, where
-        room costs nothing.
+        """Begin without rows, with room for trees of ``scratch`` nodes, and for ``rows`` rows where
+        memory is only reserved.
         """
         self.scratch = scratch
         self.processor.rows.clear()
@@ -137,7 +138,7 @@ class RowsTarget(VLMTarget):
         near = NEAR if self.family.partial or not on_cpu else FAR
         room = min(near, self.family.room)
         prompt = VLMPrompt({**padded([[0]])}, room - 1).to(self.device, self.dtype)
-        if self.family.chains_only:  # what its layers hold is known once they have run
+        if self.family.chains_only:  # layers must run once before their states are known
             self.prefill(prompt, scratch)
         else:
             self.make_room(prompt, scratch)
@@ -150,18 +151,18 @@ class RowsTarget(VLMTarget):
 
     @property
     def _members(self) -> list[Joining]:
-        """What holds something of each row."""
+        """The objects that hold state for each row."""
         states = [] if self.recurrent is None else [self.recurrent]
         return [self.cache, self.history, *states]
 
     def _each_row(self, change: Callable[[Tensor, int], Tensor]) -> None:
-        """Change what is there of each row, along its dimension of rows."""
+        """Apply ``change`` to each tensor with a dimension of rows, and to that dimension."""
         self.offsets = change(self.offsets, -1)
         self.begins = change(self.begins, 0)
         self.places = change(self.places, 0)
 
     def widen(self, room: int) -> None:
-        """Rows of ``room`` tokens have room."""
+        """Make room for rows of ``room`` tokens."""
         now = self.cache.size.capacity
         if room <= now:
             return
@@ -173,14 +174,14 @@ class RowsTarget(VLMTarget):
         self.places = torch.arange(self.cache.slots, device=self.device).repeat(len(self.begins), 1)
 
     def join(self) -> None:
-        """One more row, the last, which then takes a reading."""
+        """Add a row at the end, which then takes a reading."""
         self.processor.rows.append(Processor(0.0))
         for part in self._members:
             part.join()
         self._each_row(with_one)
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         rows = self.processor.rows
         rows[row] = rows[-1]
         rows.pop()
@@ -189,7 +190,7 @@ class RowsTarget(VLMTarget):
         self._each_row(lambda x, dim: without(x, row, dim))
 
     def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
-        """The prompt ``source`` of ``reading`` begins in ``row``; the output after it."""
+        """Begin prompt ``source`` of ``reading`` in ``row``; returns the output after it."""
         alone = reading.alone
         self.started = reading.row(source)
         self.widen(reading.room)
@@ -199,12 +200,12 @@ class RowsTarget(VLMTarget):
 
     def spoilt(self) -> dict[int, Exception]:
         """The rows whose logits were not finite in the last forward, or whose processor failed."""
-        finite = (self.logits < float("inf")).flatten(1).all(1)  # what is not allowed is -inf
+        finite = (self.logits < float("inf")).flatten(1).all(1)  # excluded tokens are -inf
         rows = (~finite).nonzero()[:, 0].tolist()
         return dict.fromkeys(rows, not_finite(self.name)) | self.processor.failed
 
     def without_cache(self) -> RowsTarget:
-        """What drafters read of a prompt, without the memory of its keys and values."""
+        """A copy with the state that drafters read of a prompt, without its keys and values."""
         found = copy.copy(self)
         for name in ("cache", "past", "history", "logits"):
             vars(found).pop(name, None)
@@ -220,7 +221,7 @@ class RowsTarget(VLMTarget):
 
     @property
     def resumes(self) -> bool:
-        """Whether a text can be gone on with from what was read of it, which states cannot."""
+        """Whether reading can resume after a stored beginning; not for layers with states."""
         return self.joins and not self.family.chains_only
 
     @property
@@ -237,9 +238,7 @@ class RowsTarget(VLMTarget):
         return self.packs and not (self.wants_context and self.family.mrope)
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """As :meth:`VLMTarget.score`, but for nodes that are no drafts, whose numbers mean
-        nothing.
-        """
+        """As :meth:`VLMTarget.score`; the outputs of nodes that are not drafts are arbitrary."""
         if tree.sizes is not None:
             rows, most = tree.tokens.shape
             self.drafted = Nodes(rows, most, tree.sizes)
@@ -255,7 +254,7 @@ class RowsTarget(VLMTarget):
         return self.drafted.rows_of(super()._logits(drafts[None])[0], 0)
 
     def tree_states(self, tokens: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """As :meth:`VLMTarget.tree_states`; what is to be read ``beside`` goes along."""
+        """As :meth:`VLMTarget.tree_states`; the same forward reads the pieces ``beside``."""
         pieces, self.beside = self.beside, []
         if not pieces and self.drafted is None:
             return super().tree_states(tokens, shape)
@@ -290,9 +289,9 @@ class RowsTarget(VLMTarget):
     def have_read(
         self, ids: Tensor, counts: Tensor, states: Tensor, hidden: Tensor, first: bool
     ) -> None:
-        """The next tokens ``ids`` [B, k] of prompts, ``counts`` [B] of each, have been read: they
-        lie in the scratch region, and these are their ``states`` [B, k, C]. ``first``: whether no
-        token was before.
+        """Take over the next tokens ``ids`` [B, k] of prompts, ``counts`` [B] of each, after a
+        forward that left them in the scratch region and returned ``states`` [B, k, C]. ``first``:
+        whether these are the first tokens.
         """
         kept = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
         self.cache.keep(kept, counts)
@@ -315,7 +314,7 @@ class Piece(NamedTuple):
 
 
 def _joined(before: Context, after: Context) -> Context:
-    """The context of a text of one row that goes on."""
+    """The contexts of two consecutive parts of a one-row text as one."""
     return Context(
         torch.cat([before.hidden, after.hidden], 1),
         torch.cat([before.embeddings, after.embeddings], 1),
@@ -325,7 +324,7 @@ def _joined(before: Context, after: Context) -> Context:
 
 
 def why_no_rows(family: Family, way: Way) -> str:
-    """Why rows of such a model cannot join others; empty where they can."""
+    """Why rows of such a model cannot join a batch; empty if they can."""
     if family.turning_point is not None or family.stretched_after is not None:
         return "its positions depend on the length of a text"
     if not any(family.layer_sizes):
@@ -337,9 +336,10 @@ def why_no_rows(family: Family, way: Way) -> str:
 
 
 class Reading:
-    """A prompt being read by itself, or several short ones at once: ``processors`` are theirs,
-    ``most`` the tokens of the largest piece, ``room`` those that prompt and answer may have. Each
-    that is in ``hear`` is told its tokens after the first, by logits [n, V] from which they follow.
+    """A prompt being read by itself, or several short ones at once: ``processors`` are the prompts'
+    own, ``most`` is the largest piece in tokens, ``room`` the most tokens of prompt and answer. A
+    prompt with a function in ``hear`` gets the logits [n, V] that predict its tokens after the
+    first.
     """
 
     def __init__(
@@ -362,11 +362,11 @@ class Reading:
         self.most = most
         self.read = 0  # tokens of a prompt by itself
         self.left = prompt.input_ids.shape[1]
-        self.output: TargetOutput | None = None  # of the last token
+        self.output: TargetOutput | None = None  # after the last token
 
     def resume(self, arrays: Sequence[Tensor], context: Context | None) -> None:
-        """Take over what is known of the first tokens: their keys and values ``arrays`` [A, n, H,
-        D], and what drafters read of them. No picture may come after them.
+        """Take over the first n tokens from storage: their keys and values ``arrays`` [A, n, H, D],
+        and the ``context`` that drafters read. No picture may come after them.
         """
         count = arrays[0].shape[1]
         self._open()
@@ -377,7 +377,7 @@ class Reading:
         self.read, self.left = count, self.left - count
 
     def _open(self) -> None:
-        """Make room for what will be read in pieces."""
+        """Make room for a prompt that will be read in pieces."""
         alone, prompt = self.alone, self.prompt
         alone.make_room(prompt, self.most)
         alone.offsets = alone.family.positions(prompt)[1]
@@ -385,13 +385,13 @@ class Reading:
 
     @property
     def packs(self) -> bool:
-        """Whether what comes next can be read beside a round."""
+        """Whether the next piece can be read beside a round."""
         pictures = bool(self.prompt.vision) and not self.read
         return self.alone.reads_pieces and not pictures
 
     def next(self, count: int) -> Piece:
-        """The next ``count`` tokens of a prompt, or all that there are; all of several prompts. The
-        forward that reads them calls :meth:`take`.
+        """The next ``count`` tokens of a prompt, or as many as remain; several prompts are read
+        whole. The forward that reads the piece calls :meth:`take`.
         """
         if not self.read:
             self._open()
@@ -399,8 +399,8 @@ class Reading:
         return Piece(self, self.prompt.input_ids[:, self.read : self.read + count])
 
     def take(self, ids: Tensor, states: Tensor, hidden: Tensor, positions: Tensor) -> None:
-        """Tokens ``ids`` [B, k] at ``positions`` [B, k] have been read, and these are their
-        ``states`` [B, k, C] and what drafters read of them.
+        """Store the ``states`` [B, k, C] of tokens ``ids`` [B, k] that were read at ``positions``
+        [B, k], and the ``hidden`` states that drafters read.
         """
         alone = self.alone
         counts = (self.prompt.lengths - self.read).clamp(max=ids.shape[1])
@@ -419,8 +419,8 @@ class Reading:
 
     @torch.inference_mode()
     def go_on(self, count: int) -> None:
-        """Read ``count`` more tokens, or all that there are; a prompt with pictures is read whole,
-        and so are several, and prompts of models with states.
+        """Read ``count`` more tokens, or as many as remain. Prompts with pictures, several prompts
+        at once, and prompts of models with states are read whole.
         """
         prompt, alone = self.prompt, self.alone
         mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
@@ -475,7 +475,7 @@ class Reading:
         return TargetOutput(self.output.probs[some], self.output.hidden[some], ends)
 
     def row(self, number: int) -> RowsTarget:
-        """What drafters read of prompt ``number``, as that of a target of its own."""
+        """A target with prompt ``number`` alone, for drafters to read."""
         if len(self.prompt.lengths) == 1:
             return self.alone
         found = copy.copy(self.alone)

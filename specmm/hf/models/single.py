@@ -9,15 +9,15 @@ from specmm.core.target import TargetOutput
 from specmm.hf.models.rows import Reading, RowsTarget, why_no_rows
 from specmm.hf.prompts.prompt import VLMPrompt, padded
 
-READ = (  # what a target holds of the prompt that it has read
+READ = (  # the attributes that hold a prompt that was read
     *("prompt", "begins", "first", "offsets", "places", "last", "each", "way"),
     *("cache", "past", "recurrent", "history", "context", "steps", "spent", "logits"),
 )
 
 
 class SingleTarget(RowsTarget):
-    """A model as the target of an engine; its row takes over all that the reading of a prompt left,
-    which was read whole.
+    """A model as the target of an engine with one row, which takes over the state that reading its
+    whole prompt left.
     """
 
     joins: ClassVar[bool] = False
@@ -25,7 +25,7 @@ class SingleTarget(RowsTarget):
     packs = False
 
     def open(self, scratch: int, rows: int = 1) -> None:
-        """Without a row; drafters may make their memory by that of a prompt of one token."""
+        """Begin without a row; a token is read so that drafters can size their memory."""
         self.scratch = scratch
         self.processor.rows.clear()
         self.make_room(VLMPrompt({**padded([[0]])}, 1).to(self.device, self.dtype), scratch)
@@ -45,7 +45,7 @@ class SingleTarget(RowsTarget):
         return output
 
     def room_for(self, length: int) -> int:
-        """Rotary embeddings must not change amid an answer."""
+        """As the parent's, up to where rotary embeddings would change amid an answer."""
         family = self.family
         bounds = [family.room]
         if family.turning_point is not None and length <= family.turning_point:
@@ -56,6 +56,6 @@ class SingleTarget(RowsTarget):
 
 
 def engine_target(model: Any, name: str) -> RowsTarget:
-    """The target of an engine of ``model``, called ``name``: of many rows, or of one."""
+    """The engine's target for ``model``, called ``name``: of many rows, or of one."""
     single = SingleTarget(model, name)
     return single if why_no_rows(single.family, single.way) else RowsTarget(model, name)

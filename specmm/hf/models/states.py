@@ -67,9 +67,9 @@ class States:
         self.mixers: tuple[Mixer, ...] = ()  # all of them, from the first prompt on
         self.counts = [0] * rows  # K of each row
         self.nodes = 0  # N of the chain that waits for its commit; 0 if it needs none
-        self.calls: dict[nn.Module, Call] = {}  # of chunk mixers: accepted tokens, the chain's
-        self.stages: dict[nn.Module, list[list[Tensor]]] = {}  # of step mixers: states by token
-        self.outputs: list[Any] = []  # of the step mixer that is running
+        self.calls: dict[nn.Module, Call] = {}  # chunk mixers: accepted tokens, then the chain's
+        self.stages: dict[nn.Module, list[list[Tensor]]] = {}  # step mixers: states by token
+        self.outputs: list[Any] = []  # the running step mixer's
 
     @contextmanager
     def prefill(self) -> Iterator[None]:
@@ -200,7 +200,7 @@ class States:
     # a mixer that takes one token at a time
 
     def _first_steps(self, mixer: Mixer, call: Call) -> Call:
-        """Run all tokens but the last; what remains to be called."""
+        """Run all tokens but the last; returns the call for the last."""
         self._record(False, {slot.layer for slot in mixer.slots})
         states = [[state.clone() for state in read(self.layers, mixer.slots)]]
         self.outputs = []
@@ -241,8 +241,8 @@ class States:
         self.nodes = 0
 
     def _put_off(self, mixers: Sequence[Mixer], kept: list[int]) -> None:
-        """Count the tokens that ``mixers`` are to be given once more; none if the states after the
-        chain's last token are the ones wanted.
+        """Count the tokens that ``mixers`` must read once more; none if the whole chain was
+        accepted.
         """
         uneven = min(self.counts) != max(self.counts)
         if uneven or any(n != self.nodes for n in kept):
@@ -299,15 +299,15 @@ class States:
         write(self.layers, mixer.slots, whole)
 
     def join(self) -> None:
-        """One more row, the last. Without guidance."""
+        """Add a row at the end; not under guidance."""
         self._change(with_one)
 
     def leave(self, row: int) -> None:
-        """Without ``row``, whose place the last one takes."""
+        """Remove ``row``; the last row takes its place."""
         self._change(lambda state: without(state, row))
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the states of each slot, and so the rows."""
+        """Apply ``change`` to the states of each slot."""
         self.settle()
         for mixer in self.mixers:
             changed = [change(state) for state in read(self.layers, mixer.slots)]

@@ -79,8 +79,8 @@ class StaticVLMTarget(CapturedTarget):
         odd = odd or None in self.family.layer_sizes
         if odd or self.way != WAYS[0]:
             raise NotCompiled(
-                f"compiled=True needs full attention and one set of positions, {self.name} has "
-                "others"
+                "compiled=True needs full attention and one set of positions, and forwards that "
+                f"agree, {self.name} has others"
             )
         self.program = compiled(_next, self.device)
         self.stepped = False
@@ -142,7 +142,7 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
         self.others: dict[Processor, StaticPictureTarget] = {}
 
     def with_processor(self, processor: Processor) -> StaticPictureTarget:
-        """The same model under another processor, always the same one."""
+        """A target of the same model with another processor, made once."""
         if processor not in self.others:
             other = StaticPictureTarget(super().with_processor(processor))
             self.others[processor] = other

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from specmm.core.cache import Cache, CacheSize, branched
 from specmm.core.guidance import AllowedTokens, Guidance
 from specmm.core.processors import History, Processor, extremes
+from specmm.core.sorting import largest
 from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.models.aux_states import AuxStates
@@ -66,8 +67,8 @@ class ProbsProcessor(Protocol):
 
 @dataclass
 class Context:
-    """The prompt as drafters may read it: ``hidden`` [B, L, C] states after the final norm, or
-    [B, L, F·C] of the layers that a drafter reads; ``embeddings`` [B, L, C] the decoder's inputs
+    """The prompt's states for drafters: ``hidden`` [B, L, C] states after the final norm, or [B, L,
+    F·C] of the layers that a drafter reads; ``embeddings`` [B, L, C] the decoder's inputs
     (projected pictures at image positions); ``lengths`` [B]; ``image_mask`` [B, L] bool;
     ``positions`` [3, B, L] with M-RoPE.
     """
@@ -131,7 +132,7 @@ class VLMTarget:
         self.wants_context = False
         self.context: Context | None = None
         self.likeliest = 0  # tokens after each node that a drafter reads
-        self.aux: AuxStates | None = None  # what drafters read in place of the last states
+        self.aux: AuxStates | None = None  # the states that drafters read in place of the last ones
         self.steps = 0  # plain ones
         self.running = False  # a forward of this target, not of another on the same model
         self.starting_row = False  # while a restarted row's prompt is read
@@ -140,7 +141,7 @@ class VLMTarget:
         self.first: Tensor | None = None  # slots [B], where padding comes before them
         self.each: dict[str, Any] = {}  # the whole model's arguments for every token, [B, 1, ...]
         self.cache: Cache
-        self.recurrent: States | None  # of layers that have some
+        self.recurrent: States | None  # for layers with states
         self.prompt: VLMPrompt
         self.history: History
 
@@ -165,7 +166,7 @@ class VLMTarget:
 
     @property
     def noise(self) -> dict[str, str]:
-        """What certificates say of a model whose own forwards differ, as quantised ones' do."""
+        """A note for certificates if the model's own forwards differ, as quantised models' do."""
         return own_noise(self.family.model)
 
     @property
@@ -211,8 +212,8 @@ class VLMTarget:
         """Run ``prompt`` through the whole model; see :class:`specmm.core.target.Target`.
 
         Raises ``ValueError`` when prompt and answer exceed the model's positions or placeholders do
-        not fit pictures, for a prompt that the model reads as we cannot, and under guidance for one
-        without an unconditional one.
+        not fit pictures, for a prompt that the model reads in a way we cannot reproduce, and under
+        guidance for a prompt without an unconditional one.
         """
         self.check(prompt, scratch)
         if self.asks and self.branches == 1:
@@ -381,8 +382,8 @@ class VLMTarget:
         return self.states(tokens, positions, mask), positions
 
     def aim(self, shape: TreeShape) -> tuple[Tensor | TreeMask | RaggedMask, Tensor]:
-        """Let the next forward store a tree in the scratch region: what its nodes attend, and their
-        positions [B, N].
+        """Let the next forward store a tree in the scratch region; returns its attention mask and
+        the nodes' positions [B, N].
         """
         cache = self.cache
         cache.aim_at_tree(shape.size)
@@ -433,12 +434,14 @@ class VLMTarget:
     def states(self, tokens: Tensor, positions: Tensor, bias: Mask) -> Tensor:
         """Post-final-norm states [R, N, C] of ``tokens`` [B, N], stored where the cache aims.
 
-        ``positions`` [1 or B, N] count tokens, those beyond the last one count as it; ``bias`` [R,
-        1, N, S] is the additive mask of full attention, or a tree's mask for models that take it.
+        ``positions`` [1 or B, N] count tokens and are clamped to the last one; ``bias`` [R, 1, N,
+        S] is the additive mask of full attention, or a tree's mask for models that take it.
         """
         positions = positions.clamp(max=self.last)  # a block may reach beyond the text's end
         if isinstance(bias, TreeMask | RaggedMask):
             masks: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": bias}
+        elif bias is None and tokens.shape[1] == 1 and self.family.takes_trees:
+            masks = {"attention_mask": PLACEHOLDER}  # or the model looks for masks to make
         else:
             masks = {"attention_mask": self._masks(bias, positions)}
         if len(positions) > 1:
@@ -471,7 +474,7 @@ class VLMTarget:
             self.running = False
 
     def _masks(self, bias: Tensor | None, positions: Tensor) -> Any:
-        """``bias`` as the model's layers take it, whatever part of a text they attend."""
+        """``bias`` as the model's layers take it, with a mask for each kind of attention layer."""
         if not self.family.partial or bias is None:
             return self.family.masks(bias, positions, positions)
         first = self.cache.layers[0].first
@@ -489,7 +492,7 @@ class VLMTarget:
         logits = self._logits(states)
         ends = extremes(logits)
         guided = self.guided(logits, positions)
-        best = guided.topk(self.likeliest).indices if self.likeliest else None
+        best = largest(guided, self.likeliest)[1] if self.likeliest else None
         return TargetOutput(self._probs(guided, tree), hidden, ends, best)
 
     def _logits(self, states: Tensor) -> Tensor:
@@ -535,8 +538,8 @@ class VLMTarget:
         return cache
 
     def check(self, prompt: VLMPrompt, scratch: int = 0) -> None:
-        """Raise ``ValueError`` for a ``prompt`` that is too long, lacks what guidance needs, or has
-        tokens that the model has not; ``scratch`` nodes are drafted at a time.
+        """Raise ``ValueError`` for a ``prompt`` that is too long, lacks the unconditional prompt
+        that guidance needs, or has unknown tokens; ``scratch`` nodes are drafted at a time.
         """
         if self.branches > 1 and self.asks and prompt.vision:
             raise ValueError(f"cfg must be at most 1 for pictures, got {', '.join(prompt.vision)}")
@@ -584,7 +587,7 @@ class VLMTarget:
 
     @contextmanager
     def _watch_embeddings(self, prompt: VLMPrompt) -> Iterator[None]:
-        """Leave a context of ``prompt`` if a drafter wants one; a hook reads the embeddings."""
+        """Store a context of ``prompt`` if a drafter wants one; a hook reads the embeddings."""
         self.context = None
         if not self.wants_context:
             yield
@@ -603,7 +606,7 @@ class VLMTarget:
             self.context.positions = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
 
         watch = [self.family.decoder.register_forward_pre_hook(see, with_kwargs=True)]
-        if self.family.mrope:  # what turns queries and keys is given the parts alone
+        if self.family.mrope:  # rotary embeddings take the three parts alone
             rotary = self.family.decoder.rotary_emb
             watch.append(rotary.register_forward_pre_hook(see_positions, with_kwargs=True))
         try:

@@ -37,15 +37,15 @@ from specmm.hf.pictures.picture_tokens import (
 )
 
 START = "<s>"
-BEGIN = "<racm3:break>"  # of a picture
-END = "<eoss>"  # of a picture among words
+BEGIN = "<racm3:break>"  # before a picture
+END = "<eoss>"  # after a picture among words
 END_OF_TURN = "<reserved08706>"
 END_OF_LINE = "<reserved08799>"  # Lumina-mGPT's
 SIDE = "<reserved{:05d}>"  # Lumina-mGPT's, with so many cells more than this
 SIDES_FROM = 8800
 CELL = 2  # tokens of a cell's sides, by which Lumina-mGPT counts sizes
 MOST = 200  # names of such tokens, in Chameleon's vocabulary
-RATIO = 4  # of a picture's sides, at most, among Lumina-mGPT's
+RATIO = 4  # the largest ratio of sides in Lumina-mGPT's pictures
 USUAL = 24  # cells of a side, as Lumina-mGPT's examples have, or as many as there are tokens for
 ASKED = "Generate an image of {}x{} according to the following prompt:\n{}"
 MASKED = "mask_image_logits"
@@ -112,7 +112,7 @@ def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[in
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Raise ``ValueError`` for one that cannot draw: it was trained with pictures masked."""
+    """Raise ``ValueError`` for a model whose pictures were masked in training."""
     pictures = model.model.vocabulary_mapping.image_tokens
     rows = model.lm_head.weight[pictures[:2]]
     reason = ""
@@ -130,7 +130,7 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _marks(model: PreTrainedModel) -> tuple[int, int]:
-    """Raises ``ValueError`` for one that cannot draw among words."""
+    """The ids around a picture; raises ``ValueError`` for a model that cannot draw in text."""
     _check(model)
     if _lined(model):
         raise ValueError(
@@ -144,8 +144,8 @@ def _marks(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _fill(model: PreTrainedModel, folder: Path) -> None:
-    """Lumina-mGPT's training leaves the image tokenizer out. Where it is nowhere, the model has
-    none: a random one would have other neighbours and codes.
+    """Lumina-mGPT's training leaves the image tokenizer out. If the folder has none, it is removed
+    from the model: a random one would have other codes and neighbours.
     """
     if not named(TOKENIZER)(model.model.vqmodel, folder):
         model.model.vqmodel = None

@@ -34,7 +34,7 @@ from specmm.hf.pictures.picture_tokens import (
 
 USUAL = (1152, 768)  # pixels, as GlmImageProcessor has them
 SIDE = 32  # pixels of a token's sides
-PARTS = ("vision_language_encoder", "processor")  # of the pipeline: model and tokenizer
+PARTS = ("vision_language_encoder", "processor")  # of model and tokenizer
 PREVIEW = 16  # tokens of the preview's sides where it is square
 Grid = tuple[int, int]
 """Rows and columns."""
@@ -130,7 +130,7 @@ def _decode(model: Any, folder: Path) -> Decoder:
 
 
 def _painter(folder: Path, dtype: torch.dtype) -> Any:
-    """The pipeline of diffusers in ``folder`` without what draws tokens.
+    """The diffusers pipeline in ``folder`` without the model that draws tokens.
 
     Raises ``ValueError`` for files that are damaged and weights that are missing.
     """
@@ -150,7 +150,7 @@ def _painter(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _keep(folder: Path, into: Path) -> None:
-    """All of a pipeline but what draws tokens, which is saved by itself."""
+    """Copy all of a pipeline but the model that draws tokens, which is saved separately."""
     if not (folder / zoo.PIPELINE).is_file():
         return
     shutil.copyfile(folder / zoo.PIPELINE, into / zoo.PIPELINE)

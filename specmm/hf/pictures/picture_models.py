@@ -20,7 +20,7 @@ PICTURE_MODELS: dict[str, str] = {  # descriptions by the "model_type" in config
     "glm_image": "specmm.hf.pictures.glm_image:GLM_IMAGE",
     "janus": "specmm.hf.pictures.janus:JANUS",
 }
-PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # of diffusers, with such a model inside
+PICTURE_PIPELINES = {"GlmImagePipeline": "glm_image"}  # diffusers pipelines around such a model
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")  # beside models that see
 
 
@@ -30,8 +30,8 @@ def draws_pictures(folder: Path) -> bool:
 
 
 def picture_type(folder: Path) -> PictureModel | None:
-    """The description of the model of transformers in ``folder``, where it is one that draws, or a
-    pipeline of diffusers around one.
+    """The description of the drawing transformers model in ``folder``, or in a diffusers pipeline
+    there; None for other folders.
     """
     kind = _type(folder)
     if kind not in PICTURE_MODELS:

@@ -56,7 +56,7 @@ class Painting:
 
     text: str  # the prompt
     generator: torch.Generator
-    options: dict[str, Any]  # of the diffusion model, those given
+    options: dict[str, Any]  # given options of the diffusion model
 
 
 Decoder = Callable[[Tensor, Layout, Painting], Tensor]
@@ -114,8 +114,8 @@ class PictureModel:
 
 
 def own_sampling(model: Any, samples: bool = False) -> dict[str, Any]:
-    """How the ``model``'s generate guides, and samples if its ``generation_config`` does or it is
-    told to (``samples``); there the settings that the config leaves open are transformers'.
+    """The guidance of the ``model``'s generate and, if its ``generation_config`` samples or
+    ``samples`` is set, its sampling settings, with transformers' defaults for those it leaves open.
     """
     config = model.generation_config
     scale = config.guidance_scale
@@ -211,12 +211,12 @@ class PictureTarget(VLMTarget):
         return torch.cat([states, self.aux.context()], dim=-1)
 
     def with_processor(self, processor: Processor) -> PictureTarget:
-        """The same model under another processor."""
+        """A target of the same model with another processor."""
         options = (self.guidance, self.name, self.layout, self.example)
         return PictureTarget(self.model, self.facts, processor, *options)
 
     def any_prompt(self, batch: int) -> VLMPrompt:
-        """The example, ``batch`` times; raises ``ValueError`` where none was given."""
+        """The example prompt, ``batch`` times; raises ``ValueError`` if there is none."""
         if self.example is None:
             raise ValueError(f"{self.name} must be given an example of a prompt to measure on")
         ids, away = self.example()
@@ -234,8 +234,8 @@ class PictureTarget(VLMTarget):
 def picture_prompt(
     target: PictureTarget, prompts: Sequence[Sequence[int]], away: Sequence[Sequence[int]]
 ) -> VLMPrompt:
-    """Prompts for pictures from ids that end with those that begin one, and for each what guidance
-    leads ``away`` from.
+    """Prompts for pictures from lists of ids that end with the tokens that begin a picture, and
+    from the unconditional prompts ``away``.
     """
     other = None
     if target.branches > 1:
@@ -264,13 +264,13 @@ def token_codes(model: Any) -> tuple[Tensor, Tensor]:
 
 
 def unit_codebook(model: Any) -> tuple[Tensor, Tensor]:
-    """Ids and rows where every token is a code, which is looked up by its row at length 1."""
+    """Ids and unit-length rows of a codebook in which every token is a code."""
     rows = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
     return torch.arange(len(rows), device=rows.device), rows
 
 
 def square(tokens: int, size: Size | None, side: int, allowed: AllowedTokens) -> Layout:
-    """The layout of a model that draws squares of so many ``tokens`` and ``side`` pixels alone.
+    """The layout of a model that draws only squares of ``tokens`` tokens and ``side`` pixels.
 
     Raises ``ValueError`` for another ``size``, and for tokens that fill no square.
     """

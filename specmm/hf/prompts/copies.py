@@ -1,6 +1,5 @@
-"""Copies of what transformers calls while it answers. Logits processors and stopping criteria may
-keep something from call to call: in attributes, closures and defaults, which are copied, or in
-classes and globals, which are not.
+"""Copies logits processors and stopping criteria. They may keep a memory from call to call: in
+attributes, closures and defaults, which are copied, or in classes and globals, which are not.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def copied(things: T) -> T:
     try:
         _prepare(things, memo)
         return copy.deepcopy(things, memo)
-    except Exception as error:  # of any class
+    except Exception as error:  # of any class of errors
         said = " ".join(str(error).split()) or type(error).__name__
         names = ", ".join(type(thing).__name__ for thing in things)  # type: ignore[attr-defined]
         raise ValueError(
@@ -45,8 +44,8 @@ def copied(things: T) -> T:
 
 
 def _prepare(things: Any, memo: dict[int, Any]) -> None:
-    """Put into the ``memo`` of :func:`copy.deepcopy` what copies of ``things`` share, and copies of
-    functions, which it would share: with variables and defaults of their own.
+    """Fill the ``memo`` of :func:`copy.deepcopy` with objects that copies of ``things`` share, and
+    with copies of functions, which it would share, with their own variables and defaults.
     """
     reached = [thing for thing, _ in _reached(things, shared=False)]
     memo |= {id(thing): thing for thing in reached if isinstance(thing, KEPT)}
@@ -65,8 +64,8 @@ def _prepare(things: Any, memo: dict[int, Any]) -> None:
 
 
 def state_of(things: Any) -> object:
-    """Equal as long as ``things`` and the variables that their code reaches hold the same: their
-    classes', globals that functions name, and closures.
+    """A value that stays equal while ``things`` and the variables that their code reaches (of
+    classes, closures and named globals) stay the same.
     """
     return [
         (thing.data_ptr(), 0 if thing.is_inference() else thing._version)
@@ -77,8 +76,8 @@ def state_of(things: Any) -> object:
 
 
 def _reached(things: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
-    """The objects that ``things`` reach, each with those that it holds; of many the first. What
-    copies have in common, classes and globals, is looked into if ``shared``.
+    """The objects that ``things`` reach, each with the objects it holds, up to a limit. Classes and
+    globals, which copies share, are followed if ``shared``.
     """
     found: dict[int, tuple[Any, list[Any]]] = {}
     left = list(things)
@@ -112,7 +111,7 @@ def _of_a_library(thing: Any) -> bool:
 
 @functools.lru_cache(1000)
 def _names(code: CodeType) -> set[str]:
-    """The globals that ``code`` and what is defined in it read or set."""
+    """The globals that ``code`` and functions defined in it read or set."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     own = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
     return own.union(*map(_names, inner))

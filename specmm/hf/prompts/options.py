@@ -22,7 +22,7 @@ from specmm.programs.compiled import NotCompiled
 from specmm.structured import of_call
 
 F = TypeVar("F", bound=Callable[..., Any])
-OF_GENERATE = {  # what its users look for here, and what to do instead
+OF_GENERATE = {  # names that generate's users look for, and what to do instead
     "do_sample": "give temperature, which is 0 for greedy and above 0 to sample",
     "eos_token_id": "give stop, or set model.generation_config.eos_token_id",
     "max_length": "give max_new_tokens, which leaves the prompt out",
@@ -36,7 +36,7 @@ OF_GENERATE = {  # what its users look for here, and what to do instead
 }
 
 
-OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")  # of generate's
+OWN = ("temperature", "top_k", "top_p", "repetition_penalty", "max_new_tokens")  # generate's, too
 # of what is sampled
 FILTERS = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 CONFIG = "generation_config"
@@ -71,7 +71,7 @@ class ScoreOptions(TypedDict, total=False):
 
 
 class GenerateOptions(ScoreOptions, total=False):
-    """Further arguments of generate that are accepted, and two of OpenAI's protocol."""
+    """Further arguments of generate, and two of OpenAI's protocol."""
 
     presence_penalty: float
     frequency_penalty: float
@@ -88,7 +88,7 @@ OTHERS = tuple(GenerateOptions.__annotations__)
 
 
 class CallOptions(GenerateOptions, total=False):
-    """The options of a call for type checkers; what they do is said in :class:`Options`."""
+    """The options of a call for type checkers; see :class:`Options` for their meanings."""
 
     max_new_tokens: int
     method: Any
@@ -118,23 +118,22 @@ class Options:
     ``generation_config`` where none is given, as generate does.
 
     ``seed`` or ``generator`` (one a row, or the first row's: seeds of the others follow) make
-    sampling repeatable. ``method`` None
-    is the pipeline's. ``chat`` puts the prompt into the model's chat template; without it the
-    prompt is raw. An answer ends before the first of the texts ``stop``. With ``batch_size`` that
-    many rows are answered at a time, and one that ends takes the next prompt, by methods that can
-    refill; 0 answers all at once. ``compiled`` runs rounds of text, and plain steps of answers
-    about pictures, as programs of ``torch.compile``, which are made at the first call of a method,
-    batch and length; "auto" makes them once they pay (:mod:`specmm.choose.when_compiled`), and
-    never for streams. On a GPU rounds, of questions about pictures, too, are graphs
-    (:mod:`specmm.programs.graphs`). ``drafter``, ``tree`` and ``rule`` are chosen by hand in place
-    of the method's: by name, or one's own (see :func:`specmm.register`). With ``draw`` a model that
-    can draws pictures in its answers. An answer is spelled by a ``grammar``
-    (:mod:`specmm.structured`; a dict is a JSON schema).
+    sampling repeatable. ``method`` None is the pipeline's. ``chat`` puts the prompt into the
+    model's chat template; without it the prompt is raw. An answer ends before the first of the
+    texts ``stop``. ``batch_size`` rows are answered at a time, and with methods that can refill a
+    finished row takes the next prompt; 0 answers all at once. ``compiled`` runs rounds of text, and
+    plain steps of answers about pictures, as programs of ``torch.compile``, which are made at the
+    first call of a method, batch and length; "auto" makes them once they pay
+    (:mod:`specmm.choose.when_compiled`), and never for streams. On a GPU rounds, of questions about
+    pictures, too, are graphs (:mod:`specmm.programs.graphs`). ``drafter``, ``tree`` and ``rule``
+    are chosen by hand in place of the method's: by name, or one's own (see
+    :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
+    answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).
 
-    ``messages`` are a chat, or a list of chats, in place of prompts or of questions and what is
-    shown with them: several turns, system prompts, parts with pictures and videos, in the model's
-    chat template (:mod:`specmm.hf.prompts.messages`). ``fps`` is the rate of videos given as
-    frames.
+    ``messages`` are a chat, or a list of chats, in place of prompts, or of questions with their
+    pictures and videos: several turns, system prompts, parts with pictures and videos, in the
+    model's chat template (:mod:`specmm.hf.prompts.messages`). ``fps`` is the rate of videos given
+    as frames.
 
     ``more`` are settings of transformers' generate, which are given by their names as all others:
     those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like; also
@@ -238,8 +237,8 @@ class Options:
 
 
 def own_settings(model: Any) -> dict[str, Any]:
-    """The options that ``model`` was published with, of its ``generation_config``, which apply to
-    all answers, sampled or not: repetition penalty, texts that end one, and ``more``.
+    """The options in ``model``'s ``generation_config`` that apply to all answers, sampled or not:
+    repetition penalty, stop texts, and ``more``.
     """
     own = model.generation_config
     penalty = getattr(own, "repetition_penalty", None)
@@ -274,7 +273,7 @@ def _short(value: Any) -> Any:
 
 
 def _unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options ``given``, with what a ``generation_config`` among them sets in its place."""
+    """The options ``given``, with a ``generation_config`` among them replaced by its settings."""
     found = dict(given)
     config = found.pop(CONFIG, None)
     if config is None:
@@ -303,7 +302,7 @@ def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
 def lists_options(**defaults: object) -> Callable[[F], F]:
     """Decorate a function that takes ``**options`` of a call, so that ``help`` lists them.
 
-    ``defaults`` are those that it has otherwise.
+    ``defaults`` are defaults that differ for this function.
     """
 
     def decorate(function: F) -> F:

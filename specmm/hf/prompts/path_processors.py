@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from specmm.core.processors import History
+from specmm.core.sorting import likeliest
 from specmm.core.tree import DraftTree, paths
 from specmm.hf.prompts.copies import copied, state_of
 from specmm.hf.prompts.options import SCORES, Options
@@ -42,11 +43,12 @@ class PathProcessor:
     Processors that only read the scores are called once for all nodes, the others along the paths,
     and never below a token that is not allowed. A processor that may have a memory gets ever longer
     sequences, as from generate: each node has its own copy of its parent's processor, and a row
-    continues with the copy of the last accepted node. A single greedy row is asked about what is
-    kept alone, once and in order, and needs no copies. Sequences come in batches of B, each in its
-    own row, since the memory may be by row (the part of its prompt to ignore, for instance). Raises
-    ``ValueError`` for classifier-free guidance, and if rounds have ``drafts`` for processors whose
-    memory cannot be copied or is kept elsewhere, or that answer the same sequence in two ways.
+    continues with the copy of the last accepted node. The processors of a single greedy row see
+    only accepted tokens, once and in order, and need no copies. Sequences come in batches of B,
+    each in its own row, since the memory may be by row (the part of its prompt to ignore, for
+    instance). Raises ``ValueError`` for classifier-free guidance, and if rounds have ``drafts`` for
+    processors whose memory cannot be copied or is kept elsewhere, or that answer the same sequence
+    in two ways.
     """
 
     def __init__(
@@ -74,8 +76,8 @@ class PathProcessor:
 
     @property
     def remembering(self) -> bool:
-        """Whether processors that may have a memory would be asked about drafts that are rejected,
-        or about one row before another; a greedy row's are asked about what is kept alone.
+        """Whether processors with a possible memory would see rejected drafts, or several rows in
+        turn; those of a single greedy row see accepted tokens only.
         """
         return self.drafts and self._memory and not (self.greedy and len(self.input_ids) == 1)
 
@@ -89,7 +91,7 @@ class PathProcessor:
         logits = logits.float()
         scores = self._by_path(logits, history, tree) if self.stateful else self._at_once(logits)
         if self.greedy:
-            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+            return torch.zeros_like(scores).scatter_(-1, likeliest(scores)[..., None], 1.0)
         return scores.softmax(-1)
 
     def _at_once(self, logits: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ class PathProcessor:
 
     @cached_property
     def _state(self) -> object:
-        """What the processors hold, none of which is called, and what their copies share."""
+        """The memory of the processors, not calling them, and of what their copies share."""
         return state_of(self.processors)
 
     @property
@@ -157,7 +159,7 @@ class PathProcessor:
         return ", ".join(type(p).__name__ for p in self.processors if _may_remember(p))
 
     def _check(self, apart: bool) -> None:
-        """Raise ``ValueError`` unless copies keep ``apart`` what they remember."""
+        """Raise ``ValueError`` unless copies keep their memories ``apart``."""
         if not apart:
             raise ValueError(
                 "logits processors must keep what they remember in their attributes, which are "
@@ -180,8 +182,8 @@ class PathProcessor:
 
 
 def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> Any:
-    """transformers' logits processors for ``options`` of a call on prompts ``ids`` [B, L], and what
-    a compiled ``grammar`` (None: none) lets come.
+    """transformers' logits processors for ``options`` of a call on prompts ``ids`` [B, L], with the
+    constraint of a compiled ``grammar`` (None: none).
     """
     scores = {k: v for k, v in options.more.items() if k in SCORES}
     plain = options.processor
@@ -225,7 +227,7 @@ def matchers_of(processor: Any) -> Matchers | None:
 
 
 def _by_ids(processor: Any) -> Any:
-    """``processor``, or for xgrammar's our equivalent, which depends only on the given ids."""
+    """``processor``, or in place of xgrammar's our equivalent, which depends on the ids alone."""
     if type(processor).__module__ == XGRAMMAR and hasattr(processor, "compiled_grammars"):
         return GrammarProcessor(*processor.compiled_grammars)
     return processor
@@ -277,9 +279,9 @@ class Criteria:
         self.input_ids = input_ids
         self.own = all(type(c).__module__.startswith("transformers.") for c in criteria)
         rows = range(len(input_ids))
-        self.own |= len(input_ids) == 1  # which hears what generate would tell it
+        self.own |= len(input_ids) == 1  # a single row's criteria get generate's own calls
         self.criteria = [criteria if self.own else copied(criteria) for _ in rows]  # by row
-        self._first = [] if self.own else list(criteria)  # which are not called
+        self._first = [] if self.own else list(criteria)  # copied from, never called
         self._state = state_of(self._first)
         self.together = not any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.ends: list[int | None] = [None] * len(input_ids)

@@ -28,7 +28,7 @@ class Penalties(LogitsProcessor):
                 raise ValueError(f"{name}_penalty must be from -2 to 2, got {value}")
         self.presence = presence
         self.frequency = frequency
-        self.width = 0  # of the prompt
+        self.width = 0  # the prompt's
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] after ``input_ids`` [B, L], by ``scores`` [B, V]."""

@@ -19,11 +19,11 @@ from torch import Tensor
 
 TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 PER_TOKEN = ("input_ids", "attention_mask", *TYPES)
-POSITIONS = "position_ids"  # of M-RoPE [3 or 4, B, L], the last three rows count
+POSITIONS = "position_ids"  # M-RoPE's are [3 or 4, B, L]: the last three rows count
 
 
 class Source(Protocol):
-    """The question itself, which another processor can read as well."""
+    """The source of a prompt, which another model's processor can read as well."""
 
     def inputs(self, processor: Any) -> dict[str, Any]:
         """The output of ``processor`` for it: ``input_ids`` [B, L] and the rest, as tensors."""
@@ -34,8 +34,8 @@ class VLMPrompt:
     """``inputs`` as the processor gives them (``input_ids`` [B, L], ``pixel_values``,
     ``image_grid_thw``, …) and the number of tokens there must be room for.
 
-    ``unconditional`` is what guidance compares with, of text alone. Raises ``ValueError`` when
-    there is nothing to continue.
+    ``unconditional`` is guidance's other prompt, of text alone. Raises ``ValueError`` when there is
+    nothing to continue.
     """
 
     inputs: dict[str, Any]

@@ -59,9 +59,9 @@ class Continuations:
 class StopStrings:
     """Ends a row at the token that completes one of ``texts``; a :class:`specmm.core.decode.Stop`.
 
-    They are looked for in the ``whole`` text of a row's ids, special tokens included; readers are
-    ``shown`` another, without. Every round reads the whole row: a token may be half a letter only.
-    Where texts are ``tidied``, a word is shown when it is known to have ended.
+    They are searched in the ``whole`` text of a row's ids, special tokens included; users are
+    ``shown`` the text without these. Every round reads the whole row: a token may be half a letter
+    only. Where texts are ``tidied``, a word is shown when it is known to have ended.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class StopStrings:
         while len(self.whole(ids[:count])) > place:
             count -= 1
         found = self.shown(ids[:count])
-        if self.shown(ids[: count + 1]) == found:  # what follows is not shown
+        if self.shown(ids[: count + 1]) == found:  # later ids show nothing
             return found
         return found + text[len(self.whole(ids[:count])) : place]
 

@@ -1,1 +1,1 @@
-"""Trainings of drafters and their data: what recipes run."""
+"""Trainings of drafters, and their data, for recipes."""

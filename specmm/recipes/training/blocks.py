@@ -52,8 +52,8 @@ class Anchors:
     def bias(self, length: int, seen: int, present: Tensor | None = None) -> Tensor:
         """Additive mask [B, 1, N, L + N] of the blocks.
 
-        They see the row up to ``seen`` places after the anchor, and their own block, of which only
-        the positions that are ``present`` [B, A, size].
+        They attend to the row up to ``seen`` places after the anchor, and to the ``present`` [B, A,
+        size] positions of their own block.
         """
         rows, count = self.places.shape
         device = self.places.device

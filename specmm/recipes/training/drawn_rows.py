@@ -40,7 +40,7 @@ MARK = "\0"
 
 
 def made_by(model: nn.Module, *facts: Any) -> str:
-    """Sixteen hexadecimal digits that tell apart what a ``model`` makes under other ``facts``."""
+    """Sixteen hexadecimal digits of all that texts made by ``model`` depend on."""
     whole = repr((__version__, digest(model), *facts))
     return hashlib.sha256(whole.encode()).hexdigest()[:16]
 

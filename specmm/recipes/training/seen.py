@@ -1,7 +1,7 @@
-"""What drafters learn from: texts and chats, as the target sees them.
+"""The target's states on texts and chats, from which drafters learn.
 
-The target's states are computed when a batch is first used. So many bytes of them stay on the
-disk, the others are computed anew each time: memory does not grow with the rows.
+The target's states are computed when a batch is first used. A limited number of bytes is stored on
+the disk, other states are computed anew each time, so that memory does not grow with the rows.
 
 Shape letters: B batch, L positions, F layers read, C width.
 """
@@ -38,10 +38,10 @@ Read = Callable[[Any], tuple[VLMPrompt, Tensor]]
 
 @dataclass(frozen=True)
 class Seen:
-    """What the target saw and thought: ``embeddings`` [B, L, C] of the next positions, ``context``
-    [B, L, F·C] of the layers read (of none: ``hidden``), the last states ``hidden`` [B, L, C],
-    which slots count, ``mask`` [B, L], as their next tokens are learnt, and ``tokens`` [B, L].
-    ``image`` [B, L] tells which next positions are pictures'.
+    """The target's states on a batch: ``embeddings`` [B, L, C] of the next positions, ``context``
+    [B, L, F·C] of the layers read (with none: ``hidden``), the last states ``hidden`` [B, L, C],
+    the ``mask`` [B, L] of slots whose next tokens are learnt, and ``tokens`` [B, L]. ``image`` [B,
+    L] tells which next positions are pictures'.
     """
 
     embeddings: Tensor
@@ -53,12 +53,12 @@ class Seen:
 
     @property
     def learnt(self) -> Tensor:
-        """Which tokens [B, L] are; never the first, which no slot drafts."""
+        """A mask [B, L] of the tokens that are learnt; never the first, which no slot drafts."""
         return F.pad(self.mask[:, :-1], (1, 0))
 
     @torch.inference_mode(False)
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Seen:
-        """A copy that may be learnt from, on ``device``, its states in ``dtype`` (None: as is)."""
+        """A copy for training, on ``device``, with states in ``dtype`` (None: unchanged)."""
         return Seen(
             **{
                 name: x.to(device, dtype if x.is_floating_point() else None, copy=True)
@@ -79,8 +79,8 @@ class Seen:
 def seen_of(
     target: VLMTarget, prompt: VLMPrompt, answers: Tensor, read: AuxStates | None = None
 ) -> Seen:
-    """What ``target`` sees of the whole conversations in ``prompt``, whose ``answers`` [B, L] are
-    learnt: of the layers that ``read`` listens to, or of none.
+    """The states of ``target`` on the whole conversations in ``prompt``, whose ``answers`` [B, L]
+    are learnt, with the layers that ``read`` records (None: no layers).
     """
     target.prefill(prompt.to(target.device, target.dtype), 0)
     context = target.context
@@ -93,8 +93,8 @@ def seen_of(
 
 
 class KeptStates:
-    """What was seen of batches, by number: at most ``limit`` bytes lie in ``folder``, which is made
-    anew and removed at the end.
+    """The stored states of batches, by number: at most ``limit`` bytes in ``folder``, which is
+    created anew and removed at the end.
     """
 
     def __init__(self, folder: Path, limit: float) -> None:
@@ -105,7 +105,7 @@ class KeptStates:
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
     def of(self, number: int, compute: Callable[[], Seen]) -> Seen:
-        """What was seen of the batch ``number``: on the disk, or as ``compute`` gives it."""
+        """The states of batch ``number``, from the disk or from ``compute``."""
         file = self.folder / f"{number}.safetensors"
         if number in self.numbers:
             return Seen(**load_file(file))
@@ -124,16 +124,18 @@ class KeptStates:
 
 
 def size_of(seen: Seen) -> int:
-    """Bytes of what was ``seen``."""
+    """The bytes of ``seen``."""
     return sum(x.nbytes for x in vars(seen).values())
 
 
 class SeenRows:
-    """Batches of ``rows`` as ``target`` sees them, of whose tokens those that ``read`` tells count.
+    """The states of ``target`` on batches of ``rows``, which ``read`` makes with a mask of the
+    tokens that are learnt.
 
-    ``layers`` of it are read. At most ``keep`` GiB of states lie in ``out``. Rows of like
-    ``lengths`` (none: all alike) are a batch, which else would be half padding. Every epoch the
-    batches come in another order; the last of one is filled up with the first rows.
+    The drafter reads ``layers`` of it. At most ``keep`` GiB of states are stored in ``out``. Rows
+    of similar ``lengths`` (none: all equal) form a batch, which otherwise would be half padding.
+    Batches come in another order every epoch; an epoch's last batch is filled up with its first
+    rows.
     """
 
     def __init__(
@@ -165,14 +167,14 @@ class SeenRows:
         if not own:
             first = share(self._places(0))
             longest = max(lengths[int(i)] for i in first)
-            mean = sum(lengths) / len(lengths) / longest  # of what a row of the first batch has
+            mean = sum(lengths) / len(lengths) / longest  # relative to a row of the first batch
             size = int(size_of(self._seen(0)) / len(first) * mean)
             fitting = min(int(keep * GIB / max(size, 1)), len(rows))
             said = f"states: {size / 2**20:.2f} MiB a row, those of {fitting} of {len(rows)} rows"
             tqdm.write(f"{said} are kept on the disk (keep={keep:g} GiB)", file=sys.stderr)
 
     def batch(self, step: int) -> Seen:
-        """That of a ``step``, this process's share of it, on the target's device."""
+        """This process's share of the batch of a ``step``, on the target's device."""
         count = -(-len(self.rows) // self.size)
         seen = self._seen(int(batch_rows(step, 1, count, self.seed)))
         return seen.to(self.target.device, torch.float32)
@@ -198,8 +200,8 @@ def learn(
     run: Run,
     **options: Any,
 ) -> None:
-    """Train ``network`` in place by the ``loss`` of what ``draw`` gives for each step, in bfloat16
-    over its own weights; ``options`` are those of :func:`specmm.recipes.loop.fit`.
+    """Train ``network`` in place by the ``loss`` of the batch that ``draw`` returns for each step,
+    with autocast to bfloat16; ``options`` are those of :func:`specmm.recipes.loop.fit`.
     """
 
     def step(i: int) -> Losses:

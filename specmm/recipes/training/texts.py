@@ -45,7 +45,7 @@ SKIPPED = {
     "site-packages",
     "_vendor",
 }
-HELD_OUT = 40  # one file of so many
+HELD_OUT = 40  # one file in this many is held out
 LONGEST = 200_000  # characters; longer files are tables
 
 
@@ -170,7 +170,7 @@ class Rows(Sequence[Tensor]):
 
     @classmethod
     def of(cls, stream: Tensor, count: int, length: int, seed: int) -> Rows:
-        """``count`` of them: each epoch takes all of it, cut at other places, in another order."""
+        """``count`` rows of ``stream``: epochs of it, cut at other places, in other orders."""
         generator = torch.Generator().manual_seed(seed)
         starts = torch.empty(0, dtype=torch.long)
         while len(starts) < count:
@@ -181,7 +181,7 @@ class Rows(Sequence[Tensor]):
         return cls(stream, starts[:count], length)
 
     def after(self, first: Tensor) -> Rows:
-        """The rows ``first`` [N, L], then these but for as many."""
+        """The rows ``first`` [N, L], followed by all but N of these."""
         stream = torch.cat([first.flatten().to(self.stream), self.stream])
         starts = torch.arange(0, first.numel(), self.length)
         rest = self.starts[len(first) :] + first.numel()
@@ -196,7 +196,7 @@ class Rows(Sequence[Tensor]):
         return self.stream[starts[..., None] + torch.arange(self.length)].long()
 
     def said(self) -> Tensor:
-        """How often each token [V] is in them."""
+        """How often each token [V] occurs in the rows."""
         found = torch.zeros(int(self.stream.max()) + 1, dtype=torch.long)
         for i in range(0, len(self), 1024):
             found += self[i : i + 1024].flatten().bincount(minlength=len(found))

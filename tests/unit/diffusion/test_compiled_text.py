@@ -184,7 +184,7 @@ def test_a_call_in_the_middle_of_a_compiled_stream_leaves_it_its_cache(pipe, tra
     wanted = [pipe(text, **options).texts[0] for text in ("def add(a, b):", "import")]
     first = pipe.stream("def add(a, b):", **options)
     begin = next(first)[0]
-    (made,) = pipe.made.values()
+    (made,) = pipe.kept.found.values()
     assert made.busy and pipe("import", **options).texts == wanted[1:]
     assert begin + "".join(piece for (piece,) in first) == wanted[0] and not made.busy
     abandoned = pipe.stream("import", **options)
@@ -201,18 +201,38 @@ def test_the_pipeline_keeps_its_programs(pipe, traced):
         pipe("def add(a, b):", method="ar", **options).texts,
         pipe("def add(a, b):", max_new_tokens=6).texts,
     ]
-    kept = dict(pipe.made)
-    assert texts[0] == texts[1] and pipe("import", method="ar", **options) and pipe.made == kept
+    kept = dict(pipe.kept.found)
+    assert (
+        texts[0] == texts[1] and pipe("import", method="ar", **options) and pipe.kept.found == kept
+    )
     with pytest.raises(ValueError, match="rounds all alike"):
         pipe("import", method="deer", **options)
-    assert pipe.made == kept
+    assert pipe.kept.found == kept
 
 
 def test_programs_are_those_of_the_drafter_at_hand(pipe):
-    kept = pipe._compiled(CHAIN, Options())
-    assert pipe._compiled(CHAIN, Options()) is kept
+    options = Options(compiled=True)
+    first, again = (pipe.rounds_of(CHAIN, pipe.target(CHAIN, options), options) for _ in range(2))
+    assert first is again
     pipe.drafters.given["block"] = copy.copy(pipe.drafter("block"))
-    assert pipe._compiled(CHAIN, Options()) is not kept
+    assert pipe.rounds_of(CHAIN, pipe.target(CHAIN, options), options) is not first
+
+
+def test_methods_in_turn_keep_their_programs(pipe):
+    """At most so many, and none of another network."""
+
+    def made(method, temperature=0.0):
+        options = Options(temperature=temperature, compiled=True)
+        return pipe.rounds_of(method, pipe.target(method, options), options)
+
+    plain, chain = made(methods.AR()), made(CHAIN)
+    assert (made(methods.AR()), made(CHAIN)) == (plain, chain)
+    for temperature in range(1, 1 + pipe.kept.most):
+        made(methods.AR(), temperature)
+    assert len(pipe.kept.found) == pipe.kept.most and made(CHAIN) is not chain
+    pipe.model.register_forward_hook(lambda layer, given, out: None)
+    made(CHAIN)
+    assert len(pipe.kept.found) == 1
 
 
 @pytest.mark.slow
@@ -225,7 +245,7 @@ def test_texts_are_compiled_once_it_pays(pipe, traced, monkeypatch, tmp_path):
     for programs in (0, 1):
         out = pipe("def add(a, b):", method="ar", **options)
         texts.append(out.texts)
-        assert len(pipe.made) == programs and out.compiled is bool(programs)
+        assert len(pipe.kept.found) == programs and out.compiled is bool(programs)
     assert texts[0] == texts[1]
     for _ in range(2):
         pipe("import", method="prompt-lookup", **options)

@@ -68,7 +68,7 @@ def test_the_operator_is_sound(device):
 
 def test_a_filter_takes_it(device, on_triton, monkeypatch):
     """Where numpy does not sort, as on a GPU."""
-    monkeypatch.setattr("specmm.core.processors.by_numpy", lambda x: False)
+    monkeypatch.setattr("specmm.core.sorting.by_numpy", lambda x: False)
     logits = rows(300, device, "ties")
     found = Processor(0.7, 40)(logits)
     kept = logits >= naive.kth_largest(logits, 40)

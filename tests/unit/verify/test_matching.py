@@ -109,13 +109,14 @@ def test_its_law_is_the_targets(parents):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_nothing_after_the_drafts_of_a_row_is_kept(size):
-    tree, p, table = drawn(CHAIN, 0)
-    p[:, size:] = float("nan")  # which no target has scored
+@pytest.mark.parametrize("parents", [CHAIN, UNEVEN])
+def test_nothing_after_the_drafts_of_a_row_is_kept(parents, size):
+    tree, p, table = drawn(parents, 0)
+    p[:, tree.shape.depths[0] >= size] = float("nan")  # which no target has scored
     generator = torch.Generator().manual_seed(0)
     lengths = set()
     for _ in range(200):
-        numbers = torch.rand(3, dtype=torch.float64, generator=generator)
+        numbers = torch.rand(tree.shape.depth + 1, dtype=torch.float64, generator=generator)
         found = emitted(Matching(), replace(tree, sizes=torch.tensor([size])), p, numbers)
         assert found == plain(table, numbers)[: len(found)]
         lengths.add(len(found))

@@ -97,6 +97,15 @@ def test_a_row_does_not_depend_on_its_batch(zoo, method):
         assert torch.equal(alone.tokens[0, :LENGTH], together.tokens[i, :LENGTH])
 
 
+@pytest.mark.parametrize("method", ["prompt-lookup", "suffix"])
+def test_sampled_tokens_of_earlier_texts_drafts_are_those_of_plain_decoding(zoo, method):
+    processor = Processor(0.6, top_k=4, repetition_penalty=0.7)
+    plain, _ = run(zoo, "qwen2-vl sliding", processor, None, length=30)
+    end, _ = run(zoo, "qwen2-vl sliding", processor, METHODS[method], length=30)
+    assert torch.equal(end.tokens[:, :30], plain.tokens)
+    assert end.stats.kept[2:] != [0] * len(end.stats.kept[2:])
+
+
 SETTINGS = {
     "hot": Processor(1.3),
     "top-k and top-p": Processor(0.8, top_k=4, top_p=0.9),
@@ -192,7 +201,6 @@ def claim_to_draw(target, drafter):
     [
         ("repetition penalty", methods.TextDraft((1, 1)), forget_ancestors),
         ("hot", methods.TextDraft((1, 1)), lambda _, drafter: colder(drafter)),
-        ("hot", METHODS["suffix"], claim_to_draw),
         ("hot", METHODS["recycle"], claim_to_draw),
     ],
 )

@@ -34,6 +34,18 @@ def test_short_matches_may_not_count():
     assert row.guess(2, least=2) == [9, 2] and row.guess(2, least=3) == []
 
 
+def test_what_is_mostly_wrong_is_not_drafted_until_it_is_right_again():
+    row = LookupRow([1, 2], 2, NONE)
+    drafted = []
+    for token in [1, 3, 1, 4, 1, 5, 1, 6, 1, 7, 1, 8, 1, 8, 1, 8, 1, 8]:
+        row.extend([token])
+        if token == 1:
+            drafted.append(row.trusted_guess(1))
+        else:
+            row.guess(1)  # as every round does
+    assert drafted == [[2], [3], [4], [5], [6], [], [], [8], [8]]
+
+
 def test_placeholders_neither_match_nor_are_drafted():
     banned = frozenset([99])
     assert LookupRow([1, 99, 99, 2, 99], 2, banned).guess(3) == []
