@@ -236,6 +236,9 @@ class DFlashSource:
         self.model.read(feedback.kept_hidden(), feedback.result.kept)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """See :class:`BlockSource`; one forward reads the last token and masks. With an ``anchor``
+        the last token's own position predicts the first token.
+        """
         if feedback.result is not None:
             self.absorb(feedback)
         config = self.model.config

@@ -239,7 +239,9 @@ class Spelling:
 
     @classmethod
     def of(cls, matchers: Matchers, tokenizer: PreTrainedTokenizerBase) -> Spelling:
-        """The spelling by ``matchers`` with the tokens of ``tokenizer``."""
+        """Spells the text that ``matchers`` force in tokens of ``tokenizer``, whose table is made
+        once.
+        """
         known = _compiled.setdefault(tokenizer, {})
         if cls not in known:
             texts = list(matchers.compiled[0].tokenizer_info.decoded_vocab)

@@ -83,7 +83,11 @@ def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
 
 
 def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VARConfig:
-    """Sizes of a VAR ``state`` by its shapes and levels; heads of 64 without attn_l2_norm."""
+    """The config of a VAR ``state``, from its tensors' shapes and the tokens of each level.
+
+    Without attn_l2_norm, heads are assumed to be 64 wide. Raises ``ValueError`` for narrower
+    models.
+    """
     width, codes = shape_of(state, "word_embed.weight", source)
     shape_of(state, "lvl_1L", source)
     counts = state["lvl_1L"].flatten().bincount().tolist()

@@ -70,9 +70,10 @@ class TokenPictures(PicturePipeline[methods.Method]):
         return target.guidance, target.processor
 
     def quick(self, target: Any, method: methods.Method, batch: int) -> Any:
-        """A separate target whose steps and rounds are programs.
+        """A separate target whose steps and rounds are compiled or captured as CUDA graphs.
 
-        Calls share it as long as the network and the drafters do not change.
+        Calls share it until the network or a drafter changes, or other guidance, sampling or
+        another ``batch`` is asked for. Raises ``NotCompiled`` for methods whose rounds differ.
         """
         if not method.static_shapes:
             raise NotCompiled(

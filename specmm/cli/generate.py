@@ -175,7 +175,7 @@ def _again(context: typer.Context, like: Path, model: str | None, out: Path, as_
 
 
 def _summary(run: PictureRun) -> str:
-    """A run for people."""
+    """The text that is printed after a run, unless JSON is asked for."""
     stats = run.stats
     drawn = f"{len(run.outputs)} of {len(run.inputs)} pictures by {run.ran}"
     each = f", {run.seconds / len(run.outputs):.2f} s each" if run.outputs else ""

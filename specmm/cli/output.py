@@ -92,8 +92,8 @@ def _wrong_value(error: Any) -> str:
 
 
 def _unknown_option(error: Any, group: Any) -> str:
-    """A hint for an option that a command lacks: a similar one, or the commands of ``group`` that
-    have it.
+    """The message for an option that a command lacks, with similar ones or the commands of
+    ``group`` that have it; empty for other errors.
     """
     name, context = getattr(error, "option_name", None), error.ctx
     if name is None or context is None:

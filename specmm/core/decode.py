@@ -70,7 +70,7 @@ class EndTokens:
 
 
 def all_of(*stops: Stop) -> Stop:
-    """Ends a row where the first of ``stops`` does."""
+    """All ``stops`` as one: a row ends where the earliest of them ends it."""
 
     def first(tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         done = torch.zeros_like(after, dtype=torch.bool)

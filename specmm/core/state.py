@@ -48,7 +48,9 @@ def _slots(owner: object, name: str, seen: set[int]) -> Iterator[Slot]:
 def _found(
     holder: Any, key: Any, held: object, name: str, seen: set[int], fixed: bool
 ) -> Iterator[Slot]:
-    """The slots of the value ``held`` at ``holder[key]``."""
+    """The slots of all tensors in ``held``, which lies at ``holder[key]``; ``fixed`` says whether
+    they must stay where they are. Attributes of objects say so for themselves.
+    """
     if isinstance(held, Tensor):
         yield Slot(name, holder, key, held, fixed)
     elif isinstance(held, list | dict):

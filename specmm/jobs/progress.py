@@ -44,7 +44,7 @@ class Progress:
     def observe(
         self, done: Sequence[str], failed: Sequence[str], seconds: float, slow: str = ""
     ) -> None:
-        """Items were done in ``seconds`` of the model, others set aside; a machine is ``slow``."""
+        """Count items ``done`` in ``seconds`` and ``failed`` ones; ``slow`` names slow machines."""
         self.done += done
         self.failed += failed
         self.bar.update(len(done) + len(failed))

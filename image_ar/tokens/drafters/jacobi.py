@@ -110,14 +110,16 @@ class JacobiDrafter:
         return self.begun(feedback, probs, drafts)
 
     def newest(self, feedback: Feedback, earlier: Earlier | None) -> Tensor:
-        """Distributions [B, N, V] to draw the window from: the target's newest; for places without
-        one, the last place's, or uniform.
+        """Distributions [B, N, V] to draw the window from: the target's of the last round, shifted
+        by the tokens kept; for places that it has not scored, the last place's, or uniform.
+
+        If ``steadied``, the first draft's are mixed with the ``earlier`` round's for that place.
         """
         newest = feedback.output.probs
         if feedback.result is None:
             probs = newest[:, -1:].repeat(1, self.window + 1, 1)
         else:
-            # the node that predicts each place, the root's own included, which is not read
+            # the node whose distribution is each place's; the root's own is never read
             source = feedback.result.kept[:, None] - 1 + self.shape.depths  # [B, N]
             probs = at_nodes(newest, source.clamp(0, self.window))
         if self.init != "last":

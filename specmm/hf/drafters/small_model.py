@@ -124,7 +124,7 @@ class ModelDrafter:
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
     ) -> Tensor:
-        """The drafter's states [B, n, C] at ``tokens`` [B, n]; ``hidden`` is not read."""
+        """The drafter's states [B, n, C] at ``tokens`` [B, n]; ``hidden`` is ignored."""
         with self.clock("draft"):
             return self.small.states(self.translation.to_drafter(tokens), positions, bias)
 

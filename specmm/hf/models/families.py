@@ -630,8 +630,11 @@ def _special(config: PreTrainedConfig) -> set[int]:
 
 
 def _fitted(known: Tensor, found: Tensor) -> AfterHead:
-    """The factor and the cap that turn ``known`` [P] into ``found`` [P, V], the same for all tokens
-    that are not hidden.
+    """What the model's class does to logits: scale, cap and hidden tokens, found by making the head
+    return the numbers ``known`` [P] (``KNOWN``), of which the class made the logits ``found`` [P,
+    V].
+
+    Raises ``ValueError`` if these three do not explain ``found``.
     """
     shut = (found == torch.finfo(found.dtype).min).all(0)
     open_ones = found[:, ~shut]
@@ -641,6 +644,7 @@ def _fitted(known: Tensor, found: Tensor) -> AfterHead:
     small = float(values[0])
     large = float(values[1])
     rounding = ROUNDINGS * torch.finfo(found.dtype).eps
+    # a logit of LARGE grows in proportion to one of SMALL unless a tanh caps it
     cap = large if abs(large) < abs(small) / SMALL * LARGE / 2 else None
     scale = (small if cap is None else cap * float(torch.atanh(values[0] / cap))) / SMALL
     fitted = AfterHead(1.0 if abs(scale - 1) <= rounding else scale, cap, hidden)

@@ -475,7 +475,9 @@ class Reading:
         return TargetOutput(self.output.probs[some], self.output.hidden[some], ends)
 
     def row(self, number: int) -> RowsTarget:
-        """A target with prompt ``number`` alone, for drafters to read."""
+        """A target with prompt ``number`` only, for drafters to read. If one prompt was read, it is
+        ``alone``, the target that read it.
+        """
         if len(self.prompt.lengths) == 1:
             return self.alone
         found = copy.copy(self.alone)

@@ -267,6 +267,9 @@ class States:
         write(self.layers, mixer.slots, states)
 
     def _take_made(self, mixer: Mixer) -> None:
+        """Commit the states that the last forward of ``mixer`` computed; of a convolution's inputs
+        only the last few are its state.
+        """
         for slot in mixer.slots:
             layer = self.layers[slot.layer]
             size = layer.state(slot).shape[-1]

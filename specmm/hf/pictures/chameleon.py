@@ -144,8 +144,8 @@ def _marks(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _fill(model: PreTrainedModel, folder: Path) -> None:
-    """Lumina-mGPT's training leaves the image tokenizer out. If the folder has none, it is removed
-    from the model: a random one would have other codes and neighbours.
+    """Load the image tokenizer from ``folder``, or remove it from ``model`` if the folder has none,
+    as after Lumina-mGPT's training: a random one would give wrong codes and pictures.
     """
     if not named(TOKENIZER)(model.model.vqmodel, folder):
         model.model.vqmodel = None
