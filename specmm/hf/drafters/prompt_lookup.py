@@ -22,6 +22,8 @@ from specmm.core.stats import Clock
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.drafting import Assembly, Verification
 from specmm.hf.models.target import VLMTarget
+from specmm.verify.matching import Matching
+from specmm.verify.rule import Rule
 
 TRUST = 0.4  # share of right followers that an n-gram of each length begins with
 LATELY = 0.2  # the latest follower's weight in that share
@@ -139,10 +141,17 @@ class RecallDrafter(Generic[R]):
         self.target = recall.target
         self.guess = guess
         self.length = length
+        self.full = False
         self.recall = recall
         self.max_nodes = length + 1
         self.max_depth = length
         self.shapes = [TreeShape.chain(n, self.target.device) for n in range(length + 1)]
+
+    def serve(self, rule: Rule) -> None:
+        """Draft full chains for a sampling ``rule`` that takes a uniform for each draft, not for
+        each token: a row's uniforms must not depend on other rows' guesses.
+        """
+        self.full = not (self.target.processor.greedy or isinstance(rule, Matching))
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
         """Index the prompts and the first tokens."""
@@ -155,18 +164,18 @@ class RecallDrafter(Generic[R]):
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         """A chain of each row's guess, padded with the root's token (any token would do).
 
-        All rows' chains are as long as the longest guess, since the rule of :func:`recalled` takes
-        a uniform for each token, not for each draft.
+        All rows' chains are as long as the longest guess, or of full length for some rules.
         """
         with self.clock("draft"):
             self.recall.extend(feedback)
             guesses = [self.guess(row, self.length) for row in self.recall.rows]
-            longest = max(map(len, guesses))
+            drafted = max(map(len, guesses))
+            longest = self.length if self.full else drafted
             roots = feedback.token.tolist()
             chains = [[root, *guess] for root, guess in zip(roots, guesses, strict=True)]
             padded = [chain + chain[:1] * (longest + 1 - len(chain)) for chain in chains]
             tokens = torch.tensor(padded, device=feedback.token.device)
-        return DraftTree(tokens, self.shapes[longest])
+        return DraftTree(tokens, self.shapes[longest], drafted=drafted)
 
 
 def recalled(drafter: RecallDrafter[R]) -> Assembly:
