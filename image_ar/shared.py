@@ -42,7 +42,7 @@ from specmm.image_ar.calls import (
 )
 from specmm.image_ar.files import save_module, with_options, write_index, write_settings
 from specmm.image_ar.records import Recorder, write_pictures
-from specmm.loading.hardware import check_holds_numbers, named_device
+from specmm.loading.hardware import check_holds_numbers, check_multiplies, named_device
 from specmm.zoo.model_files import digest_of_models
 
 M = TypeVar("M", bound=methods.Declared)
@@ -197,6 +197,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     def _called(self, given: dict[str, Any]) -> Any:
         check_holds_numbers(self.transformer, self.name)
+        check_multiplies(self.transformer, self.name)
         batch_size, output_type = given["batch_size"], given["output_type"]
         check_call(output_type, batch_size, given["num_images_per_prompt"], given["return_dict"])
         names = (*self.sampling_options, *self.call_options, "guidance_scale")

@@ -123,6 +123,20 @@ def check_holds_numbers(network: nn.Module, name: str) -> None:
         )
 
 
+def check_multiplies(network: nn.Module, name: str) -> None:
+    """Raise ``ValueError`` for layers of PyTorch's ``quantize_dynamic`` in a ``network`` of the
+    model ``name``: they scale their inputs by the largest of a forward, drafts included, so that
+    no run of it could be exact.
+    """
+    for path, module in network.named_modules():
+        if callable(getattr(module, "weight", None)):
+            raise ValueError(
+                f"{name} must have layers whose weights are tensors, got a quantised "
+                f"{type(module).__name__} at {path}, whose results depend on the drafts beside a "
+                "token; load it in bfloat16 instead"
+            )
+
+
 @dataclass(frozen=True)
 class Place:
     """A model's device (None: this machine's best) and dtype (None: the device's fastest)."""

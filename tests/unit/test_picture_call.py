@@ -89,3 +89,11 @@ def test_pixels_are_not_made_for_nobody(pipe, monkeypatch):
     monkeypatch.setattr(GreyPictures, "pixels", None)
     out = pipe([1], output_type="latent")
     assert out.images is out.tokens
+
+
+def test_layers_that_scale_by_the_whole_forward_are_refused(pipe):
+    network = torch.nn.Sequential(pipe.transformer, torch.nn.LayerNorm(1))
+    network.config = pipe.transformer.config
+    pipe.transformer = torch.ao.quantization.quantize_dynamic(network, {torch.nn.Linear})
+    with pytest.raises(ValueError, match=r"grey must have layers whose .* a quantised Linear at 0"):
+        pipe(classes=3)
