@@ -19,6 +19,7 @@ from specmm.core.randomness import UniformSource, categorical
 from specmm.core.sorting import kth_largest, likeliest
 from specmm.extending.kinds import check_at_least, check_flags
 from specmm.image_ar.scales.scale_schedule import ScaleSchedule
+from specmm.verify.exact import one_hot
 
 Temperature = float | tuple[float, ...]  # one, or one for each scale
 
@@ -118,7 +119,7 @@ class Sampling:
         """The distribution of scale ``k`` up to a factor, [B, T, V]."""
         temperature = self.temperature_at(k)
         if temperature == 0:
-            return torch.zeros_like(logits).scatter_(-1, likeliest(logits)[..., None], 1.0)
+            return one_hot(likeliest(logits), logits)
         probs = (logits if temperature == 1 else logits / temperature).softmax(-1)
         # a CPU multiplies by the mask twice as fast as it fills by it
         return probs * torch.ge(logits, self.filter.threshold(logits)) if self.filters else probs

@@ -6,15 +6,16 @@ target(x)`` for LANTERN++ (Park et al. 2025). A draft is kept with chance ``min(
 ``residual`` chooses the distribution from which the next token is drawn after a rejection:
 
 ``"corrected"`` (default): the strict rule's ``norm((p - q)+)``; a point mass leaves p without x. An
-excluded token (p = 0) never comes out of it. The output distribution is known: with the kept mass
-``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all distributions
-that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``: where q <= p + S,
-a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0. ``"release"``: what the
-authors' code does, for comparisons. Point masses: x and, if any neighbour qualified, x's first k +
-1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those neighbours taken out of q. Zero
-mass: uniform over the whole vocabulary. It is no residual of the relaxed distribution, and it can
-emit a token that the processor excluded. ``"lumina"``: the authors' code for Lumina-mGPT: ``(p -
-q)+`` with the neighbours taken out of p; else as ``"release"``.
+    excluded token (p = 0) never comes out of it. The output distribution is known: with the kept
+    mass ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all
+    distributions that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``:
+    where q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0.
+``"release"``: what the authors' code does, for comparisons. Point masses: x and, if any neighbour
+    qualified, x's first k + 1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those
+    neighbours taken out of q. Zero mass: uniform over the whole vocabulary. It is no residual of
+    the relaxed distribution, and it can emit a token that the processor excluded.
+``"lumina"``: the authors' code for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p;
+    else as ``"release"``.
 
 The release accepts at u <= ratio; here, as everywhere, u < ratio.
 Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, C code width, J
@@ -254,18 +255,18 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     """
     best = likeliest(p)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)
+    wanted = best.gather(1, parents)
     row = torch.arange(len(p), device=p.device)[:, None]
     before = p[row, parents]  # [B, N, V]: what each node's parent predicts
     own = take(before, tree.tokens)
     relaxed = own + near.borrowed(before, tree.tokens, own)[0]
-    first = best.gather(1, parents)
-    top = take(before, first)
-    wins = (tree.tokens == first) | (relaxed > top) | ((relaxed == top) & (tree.tokens < first))
+    top = take(before, wanted)
+    wins = (tree.tokens == wanted) | (relaxed > top) | ((relaxed == top) & (tree.tokens < wanted))
     wins[:, 0] = True
     kept = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
     if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
-        wrong = (kept & (tree.tokens != first)).to(p.dtype)
+        wrong = (kept & (tree.tokens != wanted)).to(p.dtype)
         excess = torch.zeros_like(own).scatter_reduce(
             1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
         )

@@ -113,8 +113,7 @@ def sample_result(decisions: Decisions, shape: TreeShape, uniforms: Tensor) -> V
     """The path and the next token that ``uniforms`` [B, N + 1] select."""
     hit = uniforms[:, :-1] < decisions.accept  # strict: probability 0 is never accepted
     hit[:, 0] = True
-    find = _along_a_chain if shape.is_chain else _through_a_tree
-    path, kept, last = find(shape, hit, decisions.order)
+    path, kept, last = selected(shape, hit, decisions.order)
     next_token = categorical(decisions.probs_after(last), uniforms[:, -1])
     excess = None
     if decisions.excess is not None:
@@ -124,6 +123,14 @@ def sample_result(decisions: Decisions, shape: TreeShape, uniforms: Tensor) -> V
 
 Path: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """A path [B, D + 1] padded with -1, its number of nodes [B], and its last node [B]."""
+
+
+def selected(shape: TreeShape, hit: Tensor, order: Tensor | None = None) -> Path:
+    """The path that ``hit`` [B, N], of the root too, selects: from the root down, or by ``order``
+    [M] or [B, M], up to the first node of it that is hit.
+    """
+    find = _along_a_chain if shape.is_chain else _through_a_tree
+    return find(shape, hit, order)
 
 
 def _along_a_chain(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path:

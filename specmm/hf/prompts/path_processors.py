@@ -28,6 +28,7 @@ from specmm.hf.prompts.copies import copied, state_of
 from specmm.hf.prompts.options import SCORES, Options
 from specmm.hf.prompts.penalties import Penalties
 from specmm.structured import Constrained, GrammarProcessor, Matchers
+from specmm.verify.exact import one_hot
 
 Heard: TypeAlias = dict[tuple[int, ...], Any]  # processors, by the sequence they have seen
 Place: TypeAlias = tuple[int, int]  # a row and a node
@@ -91,7 +92,7 @@ class PathProcessor:
         logits = logits.float()
         scores = self._by_path(logits, history, tree) if self.stateful else self._at_once(logits)
         if self.greedy:
-            return torch.zeros_like(scores).scatter_(-1, likeliest(scores)[..., None], 1.0)
+            return one_hot(likeliest(scores), scores)
         return scores.softmax(-1)
 
     def _at_once(self, logits: Tensor) -> Tensor:
