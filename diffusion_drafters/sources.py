@@ -224,7 +224,9 @@ class DFlashSource:
 
     def join(self) -> None:
         """Add a row at the end, which is then started."""
-        self.model.cache.join()
+        cache = self.model.cache
+        cache.join()
+        cache.near = cache.device.type == "cpu"
 
     def leave(self, row: int) -> None:
         """Remove ``row``; the last row takes its place."""

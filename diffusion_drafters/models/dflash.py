@@ -160,7 +160,7 @@ class DFlash(nn.Module):
         """Cache the ``context`` [B, M, F·C] of the first ``kept`` [B] positions of a round."""
         cache = self.cache
         order = torch.arange(context.shape[1], device=kept.device)
-        cache.aim(cache.size.capacity, cache.slots)
+        cache.aim_at_tree(len(order))
         self._write(context, cache.lengths[:, None] + order)
         cache.keep(order.expand(len(kept), -1), kept)
 
@@ -171,7 +171,7 @@ class DFlash(nn.Module):
         at its own position, so the anchor's scores nothing.
         """
         cache = self.cache
-        cache.aim(cache.size.capacity, cache.slots)
+        cache.aim_at_tree(embeddings.shape[1])
         order = torch.arange(embeddings.shape[1], device=embeddings.device)
         turns = self.turns(embeddings, cache.lengths[:, None] + order)
         biases = self._biases(cache.tree_bias(self.everyone))
@@ -185,9 +185,9 @@ class DFlash(nn.Module):
         narrowed to the layer's reach.
         """
         reaches = self.config.reaches or (Reach(),) * len(self.layers)
-        size = self.cache.size
+        cache = self.cache
         made = {
-            reach: narrowed(bias, reach, self.cache.lengths, size.capacity)
+            reach: narrowed(bias, reach, cache.lengths, cache.front)
             for reach in dict.fromkeys(reaches)
         }
         return [made[reach] for reach in reaches]
@@ -198,17 +198,17 @@ class DFlash(nn.Module):
             memory.write(keys, values, axis=2)
 
 
-def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, capacity: int) -> Tensor:
+def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, front: int) -> Tensor:
     """``bias`` [B, 1, K, S] with -inf where a place's ``reach`` does not extend.
 
-    Slot i of the first ``capacity`` is the context's position i of ``lengths`` [B], slot
-    ``capacity`` + i the block's place i.
+    Slot i before ``front`` is the context's position i of ``lengths`` [B], slot ``front`` + i the
+    block's place i.
     """
     if reach == Reach():
         return bias
     place = torch.arange(bias.shape[-2], device=bias.device)
     slot = torch.arange(bias.shape[-1], device=bias.device)
-    block = slot - capacity  # [S], negative in the context
+    block = slot - front  # [S], negative in the context
     unseen = block.new_zeros(1, len(place), len(slot), dtype=torch.bool)
     if reach.causal:
         unseen = unseen | (block > place[:, None])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specmm.kernels.backend import backend
 from specmm.kernels.tree_attention.dense import ragged_attention
+from specmm.kernels.tree_attention.masks import ChainsMask as ChainsMask
 from specmm.kernels.tree_attention.masks import Nodes as Nodes
 from specmm.kernels.tree_attention.masks import PackedMask as PackedMask
 from specmm.kernels.tree_attention.masks import Part as Part

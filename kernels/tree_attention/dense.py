@@ -10,11 +10,13 @@ head width, W = ceil(T / 64) words.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specmm.kernels.tree_attention.masks import RaggedMask, TreeMask, dense_mask
+from specmm.kernels.tree_attention.masks import ChainsMask, RaggedMask, TreeMask, dense_mask
 
 
 def tree_attention(
@@ -45,6 +47,22 @@ def ragged_attention(
             q[start:stop, :, :nodes], k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
         )
     return found
+
+
+def chains_attention(
+    q: Tensor, held: Sequence[tuple[Tensor, Tensor]], mask: ChainsMask, scale: float
+) -> Tensor:
+    """Attention [1, M, H, D] of ``q`` [1, H, M, D], row after row, each over its own keys and
+    values [1, K, S, D] in ``held``.
+    """
+    found = []
+    for own, (k, v), bias in zip(q.split(mask.sizes, 2), held, mask.biases, strict=True):
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(
+            own, k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
+        )
+        found.append(out.transpose(1, 2))
+    return torch.cat(found, 1)
 
 
 def _seen(x: Tensor, slots: int, first: int) -> Tensor:

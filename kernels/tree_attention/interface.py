@@ -21,8 +21,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from specmm.kernels.tree_attention import PackedMask, RaggedMask, TreeMask, tree_attention
-from specmm.kernels.tree_attention.dense import ragged_attention
+from specmm.kernels.tree_attention import (
+    ChainsMask,
+    PackedMask,
+    RaggedMask,
+    TreeMask,
+    tree_attention,
+)
+from specmm.kernels.tree_attention.dense import chains_attention, ragged_attention
 
 NAME = "specmm_tree"
 PLACEHOLDER = torch.zeros(1, 1, 1, 1)
@@ -40,27 +46,31 @@ def forward(
     **options: Any,  # transformers'
 ) -> tuple[Tensor, None]:
     """Attention [R, T, H, D] of ``query`` [R, H, T, D] over ``key`` and ``value`` [R, K, S, D]."""
-    if isinstance(tree_mask, PackedMask):
-        found = []
-        each = zip(tree_mask.parts, tree_mask.split(query, 2), tree_mask.held, strict=True)
-        for part, own, held in each:
-            dense = part.mask if isinstance(part.mask, Tensor) else None
-            other = None if isinstance(part.mask, Tensor) else part.mask
-            out, _ = forward(module, own, *held, dense, dropout, scaling, other, **options)
-            found.append(out)
-        return tree_mask.joined(found)[None], None
     if tree_mask is None:
         mask = None if attention_mask is PLACEHOLDER else attention_mask
         given = (module, query, key, value, mask)
         return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(tree_mask, PackedMask):
+        found = []
+        each = zip(tree_mask.parts, tree_mask.split(query, 2), tree_mask.held, strict=True)
+        for part, own, held in each:
+            if isinstance(part.mask, ChainsMask):
+                found.append(chains_attention(own, held, part.mask, scale))
+            else:
+                key, value = held
+                out = _by_operator(part.rows_of(own, 2), key, value, part.mask, scale)
+                found.append(part.nodes.flat(out, 0)[None])
+        return torch.cat(found, 1), None
     if isinstance(tree_mask, RaggedMask):
         return ragged_attention(query, key, value, tree_mask, scale).transpose(1, 2), None
-    out = tree_attention(
-        *(query, key, value, tree_mask.words, tree_mask.lengths, tree_mask.first, scale),
-        tree_mask.hidden,
+    return _by_operator(query, key, value, tree_mask, scale), None
+
+
+def _by_operator(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask, scale: float) -> Tensor:
+    return tree_attention(
+        query, key, value, mask.words, mask.lengths, mask.first, scale, mask.hidden
     )
-    return out, None
 
 
 AttentionInterface.register(NAME, forward)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,13 +48,27 @@ class RaggedMask:
     groups: Sequence[RowGroup]
     first: int
 
-    def cut(self, sizes: Sequence[int]) -> RaggedMask:
-        """The mask of rows with ``sizes`` nodes: columns after a group's largest are dropped."""
-        cut = [
-            group._replace(bias=group.bias[:, :, : max(sizes[group.start : group.stop])])
-            for group in self.groups
-        ]
-        return RaggedMask(cut, self.first)
+
+@dataclass(frozen=True)
+class ChainsMask:
+    """Chains of ``sizes`` [R] nodes, each right behind its row's committed slots: a node attends
+    those and the chain up to itself, by an additive bias [T, S] a row (None: there is one node).
+    """
+
+    sizes: Sequence[int]
+    biases: Sequence[Tensor | None]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], sizes: Sequence[int], closed: Tensor) -> ChainsMask:
+        """The mask of rows with ``lengths`` [R] committed slots; ``closed`` is -inf."""
+        longest = max(lengths)
+        steps = torch.triu(closed.expand(max(sizes), max(sizes)), 1)
+        band = torch.nn.functional.pad(steps, (longest, 0))
+        pairs = zip(lengths, sizes, strict=True)
+        return cls(
+            sizes,
+            [None if n == 1 else band[:n, longest - before : longest + n] for before, n in pairs],
+        )
 
 
 class Nodes:
@@ -89,31 +103,34 @@ class Part(NamedTuple):
     """The ``nodes`` of some rows, and what they attend in a cache of their own."""
 
     nodes: Nodes
-    mask: Tensor | TreeMask | RaggedMask
+    mask: TreeMask | ChainsMask
+
+    def rows_of(self, x: Tensor, axis: int) -> Tensor:
+        """``x`` [1, ..., M, ...], whose tokens lie along ``axis``, as [R, ..., T, ...]."""
+        return self.nodes.rows_of(x[0], axis - 1).movedim(axis - 1, 0)
 
 
 class PackedMask:
     """Masks of several ``parts`` whose tokens go through the layers side by side, as one sequence
-    [1, M]: part after part, in each row after row. ``held`` are each part's keys and values [R, K,
-    S, D] in the layer that runs.
+    [1, M]: part after part, in each row after row. ``held`` are each part's keys and values in the
+    layer that runs: [R, K, S, D], or of chains [1, K, S', D] for each row.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self.held: list[tuple[Tensor, Tensor]] = []
+        self.held: list[Any] = []
 
-    def split(self, x: Tensor, axis: int) -> list[Tensor]:
-        """``x`` [1, ..., M, ...], whose tokens lie along ``axis``, as [R, ..., T, ...] of each
-        part.
-        """
-        pieces = x[0].split([part.nodes.size for part in self.parts], axis - 1)
-        return [
-            part.nodes.rows_of(piece, axis - 1).movedim(axis - 1, 0)
-            for part, piece in zip(self.parts, pieces, strict=True)
-        ]
+    def split(self, x: Tensor, axis: int) -> Sequence[Tensor]:
+        """``x`` [1, ..., M, ...], whose tokens lie along ``axis``, by parts."""
+        return x.split([part.nodes.size for part in self.parts], axis)
+
+    def rows_of(self, x: Tensor, axis: int) -> list[Tensor]:
+        """The parts of ``x`` [1, ..., M, ...], each as [R, ..., T, ...]."""
+        pairs = zip(self.parts, self.split(x, axis), strict=True)
+        return [part.rows_of(piece, axis) for part, piece in pairs]
 
     def joined(self, each: Sequence[Tensor], axis: int = 0) -> Tensor:
-        """The inverse of :meth:`split`: ``each`` part's [..., R, T, ...], whose rows lie along
+        """The inverse of :meth:`rows_of`: ``each`` part's [..., R, T, ...], whose rows lie along
         ``axis``, as [..., M, ...].
         """
         pairs = zip(self.parts, each, strict=True)

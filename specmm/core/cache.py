@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +27,7 @@ from specmm.core.state import with_one, without
 from specmm.core.tree import TreeShape
 from specmm.kernels.backend import backend
 from specmm.kernels.kv_commit import commit
-from specmm.kernels.tree_attention import RaggedMask, TreeMask
+from specmm.kernels.tree_attention import ChainsMask, RaggedMask, TreeMask
 from specmm.kernels.tree_attention.masks import ragged
 from specmm.loading.hardware import untouched_zeros
 from specmm.programs.batch_invariant import any_invariant
@@ -69,6 +70,41 @@ class Views:
         (a, i), (b, j) = self.halves[layer]
         fresh, attended = self.fresh, self.attended
         return (fresh[a][i], fresh[b][j]), (attended[a][i], attended[b][j])
+
+
+class ChainViews:
+    """Views for all layers of ``arrays`` [A, R, S, H, D] where each row has a chain right behind
+    its tokens: ``sizes`` nodes after ``lengths`` slots. For ``halves`` see :class:`Views`.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Tensor],
+        halves: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+        lengths: Sequence[int],
+        sizes: Sequence[int],
+    ) -> None:
+        self.halves = halves
+        slots = arrays[0].shape[2]
+        starts = [row * slots + length for row, length in enumerate(lengths)]
+        ranges = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        self.places = torch.tensor([*chain(*ranges)], device=arrays[0].device)  # [M]
+        self.flat = [x.flatten(1, 2).unbind() for x in arrays]
+        stops = [length + size for length, size in zip(lengths, sizes, strict=True)]
+        self.attended = [
+            [x[:, row : row + 1, :stop].transpose(2, 3).unbind() for row, stop in enumerate(stops)]
+            for x in arrays
+        ]
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> list[Pair]:
+        """Store the keys ``k`` and values ``v`` [1, H, M, D] of a ``layer``, row after row; returns
+        those that each row attends, [1, H, S', D].
+        """
+        (a, i), (b, j) = self.halves[layer]
+        self.flat[a][i].index_copy_(0, self.places, k[0].transpose(0, 1))
+        self.flat[b][j].index_copy_(0, self.places, v[0].transpose(0, 1))
+        each = zip(self.attended[a], self.attended[b], strict=True)
+        return [(keys[i], values[j]) for keys, values in each]
 
 
 class Memory:
@@ -236,6 +272,7 @@ class Cache:
         self.hidden_prefix: Tensor | None = None
         self.near = False  # whether the front follows the longest row
         self.front = size.capacity
+        self.chains: ChainViews | None = None  # of chains that lie behind their rows' tokens
         self._columns = torch.arange(size.capacity, device=device)
         self._open = torch.tensor(0.0, dtype=dtype, device=device)
         self._closed = torch.tensor(float("-inf"), dtype=dtype, device=device)
@@ -267,8 +304,17 @@ class Cache:
 
     def aim(self, first: int, stop: int) -> None:
         """The next forward writes from slot ``first`` on, and attends the slots before ``stop``."""
+        self.chains = None
         for layer in self.layers:
             layer.first, layer.stop = first, stop
+
+    def aim_at_chains(self, sizes: Sequence[int]) -> ChainsMask:
+        """The next forward writes a chain of ``sizes`` nodes right behind each row's tokens, where
+        those that are kept stay; returns what they attend.
+        """
+        lengths = self.lengths.tolist()
+        self.chains = ChainViews(self.arrays, self.pairs, lengths, sizes)
+        return ChainsMask.of(lengths, sizes, self._closed)
 
     def aim_at_tree(self, nodes: int) -> None:
         """The next forward writes a tree of ``nodes`` nodes, and attends all slots up to it."""
@@ -339,8 +385,9 @@ class Cache:
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] after the committed tokens."""
-        for array in self.arrays:
+        for array in self.arrays if self.chains is None else ():
             commit(array, path, kept, self.lengths, self.front)
+        self.chains = None
         self.lengths += kept
 
     def join(self) -> None:

@@ -11,6 +11,7 @@ Shape letters: B rows, D deepest level.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from specmm.core.target import TargetOutput
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.hf.drafters.suffix import EarlierAnswers, Guess, SuffixRow
 from specmm.hf.models.rows import RowsTarget
-from specmm.serving.costs import RoundCosts
+from specmm.serving.costs import LONGER, ForwardSeconds
 from specmm.verify.rule import VerifyResult
 
 LONGEST = 16  # tokens of a guess from what was said
@@ -107,7 +108,8 @@ class Drafts:
         target: RowsTarget,
         network: tuple[str, Drafter] | None,
         guesses: bool,
-        costs: RoundCosts,
+        costs: ForwardSeconds,
+        network_costs: ForwardSeconds,
     ) -> None:
         self.target = target
         self.longest = LONGEST if guesses else 0
@@ -121,9 +123,12 @@ class Drafts:
         self.banned = frozenset(target.image_tokens)
         self.rows: list[RowDrafts] = []
         self.trusted = 1.0  # the usual factor of rows
-        self.costs, self.network_costs = costs.target, costs.network
+        self.costs = costs
+        self.network_costs = network_costs
         self.drafting = False  # whether the network drafts
         self.left = 0.0  # tokens that all rows still want
+        self.attended = 0.0  # thousands of tokens that rows attend
+        self.most_seconds = math.inf  # that a round may take, if it drafts
         self.start_seconds = 0.0  # the network's seconds to read a prompt
         self.kept_by = np.full(BINS, HOPED)  # acceptance of the network's drafts by bin
         self.bins = np.zeros((0, deep), dtype=int)  # bins of the last drafts' probabilities
@@ -311,7 +316,7 @@ class Drafts:
         then has [B]; ``likely`` [B, D] says how likely each is kept with those above it.
         """
         rows, deepest = likely.shape
-        if not self.costs.of(rows, 0, 0):
+        if not self.costs.of(rows, 0, self.attended):
             return 0.0, np.zeros(rows, dtype=int)
         own = likely if self.target.packs else likely.sum(0, keepdims=True)  # all are as deep
         alike = rows // len(own)
@@ -321,23 +326,23 @@ class Drafts:
         there = np.pad(level < most, ((0, 0), (1, 0)))  # for each depth, all numbers of drafts
         drafts = alike * there.cumsum(1)
         gained = rows + (there * np.append(0.0, own.T.flatten()[order])).cumsum(1)
-        seconds = self.costs.of(rows, drafts, rows * most - drafts) + extra
-        rate = gained / seconds
+        seconds = self.costs.of(rows, drafts, self.attended) + extra
+        allowed = max(self.most_seconds, LONGER * float(seconds.min()))
+        rate = np.where(seconds > allowed, 0.0, gained / seconds)
         deep, count = np.unravel_index(rate.argmax(), rate.shape)
         taken = order[:count][level[:count] < deep] % len(own)
         return float(rate[deep, count]), np.bincount(taken, minlength=len(own)).repeat(alike)
 
-    def observe(self, feedback: Feedback, seconds: float, beside: int = 0) -> None:
-        """Learn from a round that took ``seconds`` and returned ``feedback``, with ``beside``
-        tokens of prompts read in its forward.
+    def observe(self, feedback: Feedback, seconds: float, read: int, pairs: float) -> None:
+        """Learn from a round that took ``seconds`` and returned ``feedback``, with ``read`` tokens
+        of prompts in its forward, and thousands of ``pairs``.
         """
         tree, _ = feedback.drafted
         rows, nodes = tree.tokens.shape
         sizes = tree.sizes
         depths = np.full(rows, nodes - 1) if sizes is None else sizes.numpy(force=True) - 1
         drafts = int(depths.sum())
-        padding = rows * (nodes - 1) - drafts
-        self.costs.observe(seconds - self.spent, rows, drafts + beside, padding)
+        self.costs.observe(seconds - self.spent, rows, drafts, self.attended, read, pairs)
         if self.spent:
             self.network_costs.observe(self.spent, rows)
         assert feedback.accepted is not None

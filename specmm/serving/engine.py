@@ -33,7 +33,7 @@ from specmm.hf.prompts.prompt import VLMPrompt, padded
 from specmm.loading.files import sentence_of
 from specmm.loading.hardware import out_of_memory
 from specmm.serving.answer import Answer, RowStops
-from specmm.serving.costs import Pieces, RoundCosts
+from specmm.serving.costs import THOUSAND, ForwardSeconds, Pieces
 from specmm.serving.drafting import Drafts, LateDrafter
 from specmm.serving.prefixes import PAGE, Cut, Page, Prefixes, joined
 from specmm.serving.preparation import Limits, Preparation
@@ -86,8 +86,10 @@ class BatchEngine:
         self.waiting: deque[Answer] = deque()
         self.read: _Read | None = None
         self.beside: list[_Read] = []  # pieces to read in the next round
-        self.pieces = Pieces()
-        self.costs = RoundCosts()
+        self.pairs = 0.0  # thousands of pairs of their tokens with those before
+        self.told = 0.0  # when rows were last told their tokens
+        self.costs, self.network_costs = ForwardSeconds(), ForwardSeconds()
+        self.pieces = Pieces(self.costs)
         self.prefixes = Prefixes(limits.prefixes if self.target.resumes else 0)
         self.made = Counter(COUNTS)
         self.closing = False
@@ -150,7 +152,8 @@ class BatchEngine:
         """A batch without rows."""
         target = self.target
         self.stops.rows.clear()
-        self.drafts = Drafts(target, self.make_network(target), self.limits.drafts, self.costs)
+        costs = self.costs, self.network_costs
+        self.drafts = Drafts(target, self.make_network(target), self.limits.drafts, *costs)
         network = self.drafts.network
         if network is not None:  # a network sizes its memory by a prompt of one token
             prompt = VLMPrompt({**padded([[0]])}, 1).to(target.device, target.dtype)
@@ -218,6 +221,8 @@ class BatchEngine:
             for answer in [one for one in self.waiting if one.given_up]:
                 self.waiting.remove(answer)
                 self._give_up(answer)
+        if not self.rows.count:
+            self.told = time.perf_counter()
         self._read_some()
         if self.rows.count:
             self._round()
@@ -226,19 +231,30 @@ class BatchEngine:
         """Read a piece of a prompt, beside the next round if there is one. Short prompts are read
         beside a long one, whose piece is then smaller.
         """
-        taken = 0
+        self.pairs = 0.0
         if self.read is None:
             self.read = self._admit(ALL)
         elif short := self._admit(min(self._room(), Pieces.MOST)):
-            taken = short.reading.left * len(short.answers)
             self._read_piece(short, ALONE)
         if self.read is not None:
-            room = self._room(self.read.reading.read)
-            self._read_piece(self.read, max(room - taken, Pieces.LEAST))
+            self._read_piece(self.read, self._room(self.read.reading.read))
+
+    @property
+    def _spent(self) -> float:
+        """Seconds since the last round."""
+        return time.perf_counter() - self.told
 
     def _room(self, before: int = 0) -> int:
         """How many tokens of a prompt to read now, after ``before`` tokens."""
-        return self.pieces.size(before) if self.rows.count else ALONE
+        if not self.rows.count:
+            return ALONE
+        plain = self.costs.of(self.rows.count, 0, self._attended)
+        return self.pieces.size(before, self._spent, plain)
+
+    @property
+    def _attended(self) -> float:
+        """Thousands of tokens that rows attend."""
+        return float(self.target.cache.lengths.sum()) / THOUSAND
 
     def _admit(self, most: int) -> _Read | None:
         """Begin to read the first waiting prompt with at most ``most`` unread tokens, together with
@@ -344,11 +360,12 @@ class BatchEngine:
             if packs and self.pieces.ride(before, min(count, left)):
                 self.target.beside.append(reading.next(count))
                 self.beside.append(read)
+                self.pairs += before * self.target.beside[-1].ids.numel() / THOUSAND
                 return
             reading.go_on(count)
             tokens = (left - reading.left) * len(read.answers)
             seconds = time.perf_counter() - start
-            self.pieces.read(before, tokens, seconds)
+            self.costs.observe(seconds, 0, 0, 0, tokens, before * tokens / THOUSAND)
             self.made["prompt_tokens"] += tokens
             self.made["read_seconds"] += seconds  # type: ignore[assignment]
         except Exception as error:  # whatever a prompt does to the model, the others go on
@@ -397,15 +414,18 @@ class BatchEngine:
         progress = self.rows.progress
         before = progress.counts.tolist()
         self.drafts.left = float((progress.limits - progress.counts).sum())
-        pieces = [piece.ids.numel() for piece in self.target.beside]
+        tokens = sum(piece.ids.numel() for piece in self.target.beside)
+        reading = self.costs.read(tokens, self.pairs)
+        self.drafts.attended = self._attended
+        self.drafts.most_seconds = self.pieces.left(self._spent) - reading
         gained = self.rows.round()
         seconds = time.perf_counter() - start
-        self.drafts.observe(self.rows.feedback, seconds, sum(pieces))
-        reading = min(float(self.drafts.costs.known[2]) * sum(pieces), seconds)
-        self.made["read_seconds"] += reading  # type: ignore[assignment]
+        self.drafts.observe(self.rows.feedback, seconds, tokens, self.pairs)
+        reading = min(reading, seconds / 2)
         seconds -= reading
+        self.made["read_seconds"] += reading  # type: ignore[assignment]
         self.pieces.played(seconds)
-        self.made.update(rounds=1, row_rounds=self.rows.count, prompt_tokens=sum(pieces))
+        self.made.update(rounds=1, row_rounds=self.rows.count, prompt_tokens=tokens)
         self.made["round_seconds"] += seconds  # type: ignore[assignment]
         self.made.update(drafted_tokens=self.drafts.offered, kept_tokens=self.drafts.taken)
         self.made["network_seconds"] += self.drafts.spent  # type: ignore[assignment]
@@ -417,6 +437,7 @@ class BatchEngine:
             if answer.asked.logprobs is not None:
                 self._heard(row, gained[row])
             self._told(row, before[row], before[row] + gained[row])
+        self.told = time.perf_counter()
         ended = progress.ended()
         for row in reversed(range(self.rows.count)):
             if row in spoilt:

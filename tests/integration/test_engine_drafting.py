@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specmm.serving import drafting
+from specmm.serving import costs, drafting
 from specmm.serving.engine import BatchEngine
 from specmm.serving.opening import open_engine
 from specmm.serving.preparation import Limits
@@ -22,11 +22,11 @@ def drafts(coder_pipe):
 def test_nothing_is_drafted_where_that_would_not_pay(drafts):
     likely = np.full((1, drafting.LONGEST), 0.9)
     for rows, more, seconds in [(1, 0, 1.0), (1, 8, 1.1), (4, 0, 1.0), (4, 32, 1.4)] * 9:
-        drafts.costs.observe(seconds, rows, more, 0)
+        drafts.costs.observe(seconds, rows, more)
     rate, depths = drafts._best(likely, 0.0)  # many drafts, for tokens cost next to nothing
     assert depths.tolist() == [drafting.LONGEST] and rate > 10
     for rows, more, seconds in [(1, 0, 1.0), (1, 8, 9.0), (4, 0, 4.0), (4, 32, 36.0)] * 200:
-        drafts.costs.observe(seconds, rows, more, 0)
+        drafts.costs.observe(seconds, rows, more)
     assert drafts._best(likely, 0.0)[1].tolist() == [0]
 
 
@@ -38,13 +38,16 @@ def test_no_other_drafts_have_more_goodput(drafts, seed, apart, monkeypatch):
     rows, deepest = 4, 3
     likely = numbers.beta(1, 0.5, size=(rows, deepest)).cumprod(1)
     likely[0, 1:] = 0  # nothing is guessed there
-    drafts.costs.known = np.array([1.0, 0.1, *numbers.uniform(0, 0.4, 2)])
+    drafts.costs.known = np.array([1.0, 0.1, *numbers.uniform(0, 0.4, 2), 0.0, 0.0])
+    drafts.attended = numbers.uniform()
     extra = numbers.uniform()
 
+    def seconds(depths):
+        return drafts.costs.of(rows, sum(depths), drafts.attended) + extra
+
     def goodput(depths):
-        places = rows * max(depths)
-        seconds = drafts.costs.of(rows, sum(depths), places - sum(depths)) + extra
-        return (rows + sum(likely[r, :n].sum() for r, n in enumerate(depths))) / seconds
+        gained = rows + sum(likely[r, :n].sum() for r, n in enumerate(depths))
+        return gained / seconds(depths)
 
     choices = list(product(range(deepest + 1), repeat=rows))
     if not apart:
@@ -52,6 +55,10 @@ def test_no_other_drafts_have_more_goodput(drafts, seed, apart, monkeypatch):
     rate, depths = drafts._best(likely, extra)
     assert rate == pytest.approx(goodput(depths.tolist()))
     assert rate == pytest.approx(max(map(goodput, choices)))
+    drafts.most_seconds = seconds([1] * rows)
+    most = max(drafts.most_seconds, costs.LONGER * seconds([0] * rows))
+    short = [depths for depths in choices if seconds(depths) < most + 1e-9]
+    assert drafts._best(likely, extra)[0] == pytest.approx(max(map(goodput, short)))
 
 
 def test_what_a_networks_chances_hold_is_learnt():
@@ -64,6 +71,8 @@ def test_what_a_networks_chances_hold_is_learnt():
     for i in range(12):
         said.ask(prompt=f"def f{i}(a, b):\n    return", options=dict(max_new_tokens=60))
     said.wait()
+    cache = engine.drafts.network.source.model.cache
+    assert cache.near and cache.front < cache.size.capacity  # it attends no empty slots
     low, high = engine.drafts.kept_by[[0, -1]]
     assert low < drafting.HOPED < high
     engine.close()

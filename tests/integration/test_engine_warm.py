@@ -13,12 +13,12 @@ PROMPT = "def add(a, b):\n"
 def test_costs_are_known_and_nothing_else(limits, coder_pipe):
     engine = open_engine("pocket/coder", limits, method="block")
     before = engine.counts()
-    assert not engine.pieces.round_seconds
+    assert not engine.pieces.usual
     warm_up(engine)
     known = engine.counts()
     assert known.pop("piece_tokens") >= 32
     assert known == {name: before[name] for name in known}
-    assert engine.pieces.round_seconds and engine.costs.target.of(1, 0, 0)
+    assert engine.pieces.usual and engine.costs.of(1)
     assert not engine.prefixes.pages and not engine.drafts.earlier.tokens
     said = Answers(engine)
     said.ask(prompt=PROMPT, options=dict(max_new_tokens=9))

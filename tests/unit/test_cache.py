@@ -198,3 +198,32 @@ def test_memory_is_used_again_for_the_same_alone():
         other = Cache.again(first, size, dtype)
         assert other is not first and (other.size, other.dtype) == (size, dtype)
     assert Cache.again(None, SIZE, torch.float32).size == SIZE
+
+
+def test_chains_are_written_behind_their_rows_and_stay_there():
+    """Each row attends its own tokens and its chain; the slots of others do not change."""
+    cache = Cache(CacheSize((LayerSize(2, 4, 3),) * 2, 3, 1, 8, 4), torch.float32)
+    cache.lengths[:] = torch.tensor([5, 1, 3])
+    sizes = [2, 1, 4]
+    mask = cache.aim_at_chains(sizes)
+    k, v = torch.randn(1, 2, 7, 4), torch.randn(1, 2, 7, 3)
+    held = cache.chains.write(1, k, v)
+    own = k.split(sizes, 2), v.split(sizes, 2)
+    each = zip(cache.lengths.tolist(), sizes, held, *own, strict=True)
+    for row, (length, size, (keys, values), own_k, own_v) in enumerate(each):
+        assert keys.shape == (1, 2, length + size, 4) and values.shape == (1, 2, length + size, 3)
+        assert torch.equal(keys[:, :, length:], own_k) and torch.equal(values[:, :, length:], own_v)
+        assert not keys[:, :, :length].any() and not cache.layers[0].keys[row].any()
+        seen = torch.ones(size, length + size).tril(length)
+        bias = mask.biases[row]
+        assert (bias is None) == (size == 1)
+        assert bias is None or torch.equal(bias == 0, seen.bool())
+    before = [array.clone() for array in cache.arrays]
+    cache.keep(torch.arange(4).expand(3, -1), torch.tensor([2, 1, 3]))
+    assert cache.lengths.tolist() == [7, 2, 6]
+    assert all(map(torch.equal, cache.arrays, before))
+    cache.aim_at_tree(1)  # which moves what is kept
+    for layer in cache.layers:
+        layer.write(torch.ones(3, 1, 2, 4), torch.ones(3, 1, 2, 3))
+    cache.keep(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
+    assert (cache.layers[0].keys[2, 6] == 1).all()

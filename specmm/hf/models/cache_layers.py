@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentio
 from specmm.core.cache import Cache, LayerSize, Memory, StaticMemory
 from specmm.hf.models.families import has_states
 from specmm.hf.models.mixers import StateLayer
-from specmm.kernels.tree_attention import PackedMask
+from specmm.kernels.tree_attention import PackedMask, Part
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -65,28 +65,35 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class _PackedLayer(_SlotLayer):
-    """A layer of several caches whose ``memories`` one forward writes; see :class:`PackedMask`."""
+    """The ``layer`` of several ``caches`` that one forward writes; see :class:`PackedMask`."""
 
-    def __init__(self, memories: Sequence[Memory], mask: PackedMask) -> None:
-        self.memories = memories
+    def __init__(self, caches: Sequence[Cache], layer: int, mask: PackedMask) -> None:
+        self.caches = caches
+        self.layer = layer
         self.mask = mask
-        super().__init__(memories[0])
+        super().__init__(caches[0].layers[layer])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        parts = zip(
-            *(self.memories, self.mask.split(key_states, 2), self.mask.split(value_states, 2)),
-            strict=True,
-        )
-        self.mask.held = [memory.write(keys, values, axis=2) for memory, keys, values in parts]
-        return self.mask.held[0]
+        mask = self.mask
+        keys, values = mask.split(key_states, 2), mask.split(value_states, 2)
+        each = zip(mask.parts, self.caches, keys, values, strict=True)
+        mask.held = [self._written(*one) for one in each]
+        return key_states, value_states  # attention reads what is held
+
+    def _written(self, part: Part, cache: Cache, keys: Tensor, values: Tensor) -> Any:
+        """Store a part's ``keys`` and ``values`` [1, K, M, D]; returns what it attends."""
+        if cache.chains is not None:
+            return cache.chains.write(self.layer, keys, values)
+        rows = part.rows_of(keys, 2), part.rows_of(values, 2)
+        return cache.layers[self.layer].write(*rows, axis=2)
 
 
 def packed(caches: Sequence[Cache], mask: PackedMask) -> TransformersCache:
     """The ``caches`` as one, for a forward of tokens side by side."""
-    layers = zip(*(cache.layers for cache in caches), strict=True)
-    return TransformersCache(layers=[_PackedLayer(memories, mask) for memories in layers])
+    layers = range(len(caches[0].layers))
+    return TransformersCache(layers=[_PackedLayer(caches, layer, mask) for layer in layers])
 
 
 class _SlotStateLayer(StateLayer, _SlotLayer):  # type: ignore[override]  # as transformers' own

@@ -24,7 +24,8 @@ from specmm.hf.models.families import Family, Way
 from specmm.hf.models.probe import way_of
 from specmm.hf.models.target import Context, ProbsProcessor, VLMTarget
 from specmm.hf.prompts.prompt import VLMPrompt, padded
-from specmm.kernels.tree_attention import Nodes, PackedMask, Part, RaggedMask
+from specmm.kernels.backend import backend
+from specmm.kernels.tree_attention import Nodes, PackedMask, Part, TreeMask
 from specmm.kernels.tree_attention.interface import PLACEHOLDER
 from specmm.loading.hardware import out_of_memory
 
@@ -254,21 +255,19 @@ class RowsTarget(VLMTarget):
         return self.drafted.rows_of(super()._logits(drafts[None])[0], 0)
 
     def tree_states(self, tokens: Tensor, shape: TreeShape) -> tuple[Tensor, Tensor]:
-        """As :meth:`VLMTarget.tree_states`; the same forward reads the pieces ``beside``."""
+        """As :meth:`VLMTarget.tree_states`; the same forward reads the pieces ``beside``.
+
+        Where PyTorch's attention runs, each row attends its own slots alone, and chains stay where
+        they are written.
+        """
         pieces, self.beside = self.beside, []
         if not pieces and self.drafted is None:
             return super().tree_states(tokens, shape)
-        parts, places = [], []
+        chains = backend(self.device) == "torch"
         ids = [tokens, *(piece.ids for piece in pieces)]
         targets = [self, *(piece.reading.alone for piece in pieces)]
-        shapes = [shape, *(TreeShape.chain(x.shape[1] - 1, self.device) for x in ids[1:])]
-        for target, own, kind in zip(targets, ids, shapes, strict=True):
-            attended, positions = target.aim(kind)
-            nodes = target.drafted or Nodes(len(own), kind.size)
-            if isinstance(attended, RaggedMask) and nodes.sizes is not None:
-                attended = attended.cut(nodes.sizes.tolist())
-            parts.append(Part(nodes, attended))
-            places.append(positions.clamp(max=target.last))
+        parts = [one.part(own, chains) for one, own in zip(targets, ids, strict=True)]
+        places = [one.places_of(own) for one, own in zip(targets, ids, strict=True)]
         mask = PackedMask(parts)
         rest: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
         rest[self.family.cache_name] = packed([target.cache for target in targets], mask)
@@ -278,13 +277,31 @@ class RowsTarget(VLMTarget):
         inputs = self.embed(mask.joined(ids)[None])
         with self._runs():
             states = self.family.decoder(inputs_embeds=inputs, use_cache=True, **rest)
-        each = mask.split(states.last_hidden_state, 1)
-        hidden = mask.split(self._drafters_states(states.last_hidden_state), 1)
+        each = mask.rows_of(states.last_hidden_state, 1)
+        hidden = mask.rows_of(self._drafters_states(states.last_hidden_state), 1)
         if self.aux is not None:
-            self.aux.seen[:] = [x if x is None else mask.split(x, 1)[0] for x in self.aux.seen]
+            self.aux.seen[:] = [x if x is None else mask.rows_of(x, 1)[0] for x in self.aux.seen]
         for number, piece in enumerate(pieces, 1):
             piece.reading.take(piece.ids, each[number], hidden[number], places[number])
         return each[0], places[0]
+
+    def part(self, tokens: Tensor, chains: bool) -> Part:
+        """The chains of ``tokens`` [B, N], or fewer if rows differ in drafts, as a part of the next
+        forward; ``chains``: they are written right behind their rows' tokens.
+        """
+        rows, most = tokens.shape
+        nodes = self.drafted or Nodes(rows, most)
+        if chains:
+            sizes = [most] * rows if nodes.sizes is None else nodes.sizes.tolist()
+            return Part(nodes, self.cache.aim_at_chains(sizes))
+        mask = self.aim(TreeShape.chain(most - 1, self.device))[0]
+        assert isinstance(mask, TreeMask), "where Triton's kernels run"
+        return Part(nodes, mask)
+
+    def places_of(self, tokens: Tensor) -> Tensor:
+        """The places [B, N] in their texts of the next ``tokens`` [B, N]."""
+        order = torch.arange(tokens.shape[1], device=self.device)
+        return (self.cache.lengths[:, None] + order).clamp(max=self.last)
 
     def have_read(
         self, ids: Tensor, counts: Tensor, states: Tensor, hidden: Tensor, first: bool

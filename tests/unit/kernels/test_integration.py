@@ -76,7 +76,8 @@ def read_beside(model, device, packed):
     return torch.cat([*probs, second.output_of(0).probs], 1)
 
 
-def test_what_is_read_beside_a_round_on_triton(device, monkeypatch):
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_what_is_read_beside_a_round(kernels, device, monkeypatch):
     sizes = dict(hidden_size=48, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
     torch.manual_seed(0)
     config = tf.LlamaConfig(vocab_size=40, max_position_embeddings=128, **sizes)
@@ -84,9 +85,10 @@ def test_what_is_read_beside_a_round_on_triton(device, monkeypatch):
     model.set_attn_implementation(interface.NAME)
     monkeypatch.setenv("SPECMM_KERNELS", "torch")
     expected = read_beside(model, device, False)
-    monkeypatch.setenv("SPECMM_KERNELS", "triton")
-    calls, real = [], interface.tree_attention
-    monkeypatch.setattr(interface, "tree_attention", lambda *given: calls.append(1) or real(*given))
+    monkeypatch.setenv("SPECMM_KERNELS", kernels)
+    name = {"torch": "chains_attention", "triton": "tree_attention"}[kernels]
+    calls, real = [], getattr(interface, name)
+    monkeypatch.setattr(interface, name, lambda *given: calls.append(1) or real(*given))
     torch.testing.assert_close(read_beside(model, device, True), expected, rtol=1e-4, atol=1e-6)
     assert len(calls) == 2 * 2 * 2  # rounds, layers, parts
 
@@ -118,13 +120,13 @@ def test_rows_with_fewer_drafts_score_as_with_more(kernels, device, monkeypatch)
     monkeypatch.setenv("SPECMM_KERNELS", "torch")
     wanted = scored_rows(model, device, None)
     monkeypatch.setenv("SPECMM_KERNELS", kernels)
-    cut, real = [], masks.RaggedMask.cut
-    monkeypatch.setattr(masks.RaggedMask, "cut", lambda *given: cut.append(1) or real(*given))
+    calls, real = [], interface.chains_attention
+    monkeypatch.setattr(interface, "chains_attention", lambda *x: calls.append(1) or real(*x))
     own = torch.tensor([4, 1, 6], device=device)
     found = scored_rows(model, device, own)
     for row, size in enumerate(own.tolist()):
         torch.testing.assert_close(found[row, :size], wanted[row, :size], rtol=1e-4, atol=1e-6)
-    assert bool(cut) is (kernels == "torch" and device.type == "cpu")
+    assert len(calls) == (2 if kernels == "torch" else 0)  # layers
 
 
 def test_a_transformers_model_loaded_with_specmm_tree(device, monkeypatch):
