@@ -200,6 +200,13 @@ def version(*networks: nn.Module) -> tuple[Any, ...]:
     return *(fact(network, "form", object) for network in networks), layouts, settings
 
 
+def written(network: nn.Module) -> tuple[Any, ...]:
+    """A key that changes when a weight is replaced or written to, but for writes that PyTorch does
+    not count (see above): for those who cannot wait for sums of all numbers.
+    """
+    return tuple(map(_state, _weights([network])))
+
+
 def placed(*networks: nn.Module) -> tuple[Any, ...]:
     """As :func:`version`, with the weights' addresses, which graphs cannot follow."""
     return *version(*networks), tuple(x.data_ptr() for x in _weights(networks))

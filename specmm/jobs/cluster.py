@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import socket
 import time
 import uuid
 from collections import Counter
@@ -38,10 +37,9 @@ from specmm.jobs.making import FIRST, Fault, Made, Maker, Opener, making
 from specmm.jobs.programs import OtherPlace
 from specmm.jobs.progress import Progress
 from specmm.jobs.run import Loop, Member
+from specmm.runs.ray_address import check_address
 
 log = logging.getLogger(__name__)
-LOCAL = "127.0.0.1"
-ANSWER = 5.0  # seconds in which a cluster must answer
 LOOK = 1.0  # seconds between two looks at the nodes
 DEATHS = 2  # deaths in a row of a node's actors, on any items, while others live
 
@@ -52,7 +50,7 @@ def run_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress)
     Raises ``ValueError`` where no node can make them.
     """
     if not ray.is_initialized():
-        _check_address(os.environ.get("RAY_ADDRESS", ""))
+        check_address()
         try:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
         except (RuntimeError, ConnectionError) as error:  # of another Python, such as
@@ -65,22 +63,6 @@ def run_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress)
     finally:
         for member in crew.members:
             ray.kill(member.actor)
-
-
-def _check_address(address: str) -> None:
-    """Raise ``ValueError`` for a cluster's ``address`` where nothing answers; Ray would wait for a
-    minute and a half and warn.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host or LOCAL, int(port)), timeout=ANSWER).close()
-    except OSError as error:
-        raise ValueError(
-            f"RAY_ADDRESS must be a cluster's, got {address}, where nothing answers ({error}); "
-            "start a node there, or unset it to use this machine"
-        ) from None
 
 
 def code() -> dict[str, str]:

@@ -92,6 +92,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     root: str = ""  # a name of what the prompt shows
     needed: int = 0  # tokens up to the end of its last picture
+    weights: object = None  # that read its prompt
 
     def cancel(self) -> None:
         self.cancelled = True

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specmm.core.derived import written
 from specmm.core.drafter import Drafter, Feedback
 from specmm.core.processors import Processor
 from specmm.core.rows import Rows
@@ -91,6 +92,7 @@ class BatchEngine:
         self.costs, self.network_costs = ForwardSeconds(), ForwardSeconds()
         self.pieces = Pieces(self.costs)
         self.prefixes = Prefixes(limits.prefixes if self.target.resumes else 0)
+        self.weights: object = None  # what they and the prefixes are of
         self.made = Counter(COUNTS)
         self.closing = False
         self.deadline = 0.0
@@ -186,7 +188,16 @@ class BatchEngine:
             if self.closing and self._stopped():
                 return
             with turns.take(call), torch.inference_mode():
+                self._look()
                 self._steps(turns)
+
+    def _look(self) -> None:
+        """Forget what was read by other weights; looked at once a turn, between which other threads
+        may change them.
+        """
+        if (now := written(self.pipe.model)) != self.weights:
+            self.weights = now
+            self.prefixes = Prefixes(self.prefixes.most)
 
     @property
     def _busy(self) -> bool:
@@ -310,6 +321,8 @@ class BatchEngine:
         if len(answers) > 1:
             prompt = VLMPrompt({**padded([one.ids for one in answers])}, 1)
         prompt = prompt.to(self.target.device, self.target.dtype)
+        for one in answers:
+            one.weights = self.weights
         own = [one.processor for one in answers]
         room = max(one.room for one in answers) + self.target.scratch
         hear = [one.heard if one.weighs_prompt else None for one in answers]
@@ -325,8 +338,7 @@ class BatchEngine:
         context = reading.row(number).context
         if context is not None and context.positions is not None:
             context = None  # positions in parts are those of whole prompts
-        made = Cut(reading.alone.cache, number, context)
-        self.prefixes.keep(answer.root, answer.ids, made.page)
+        self._keep(answer, answer.ids, Cut(reading.alone.cache, number, context))
 
     def _keep_answer(self, row: int) -> None:
         """Store pages of a prompt with its answer, for the next turn of a chat."""
@@ -341,7 +353,12 @@ class BatchEngine:
             image = torch.zeros_like(tokens, dtype=torch.bool)
             context = Context(hidden, self.target.embed(tokens), tokens.new_tensor([known]), image)
         ids = [*answer.ids, *answer.text.ids][:known]
-        self.prefixes.keep(answer.root, ids, Cut(cache, row, context, start).page)
+        self._keep(answer, ids, Cut(cache, row, context, start))
+
+    def _keep(self, answer: Answer, ids: Sequence[int], cut: Cut) -> None:
+        """Store pages of the text ``ids`` of an answer, if these weights have read all of it."""
+        if answer.weights is self.weights:
+            self.prefixes.keep(answer.root, ids, cut.page)
 
     def _read_piece(self, read: _Read, count: int) -> None:
         """Read a piece of ``count`` tokens of each prompt in ``read``, now or beside the next

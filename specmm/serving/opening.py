@@ -136,6 +136,11 @@ def open_engine(
     own: str | None = None
     if drafter is not None:
         own = method if method in NETWORKS else method_of(find(drafter))
+        if own not in NETWORKS:
+            raise ValueError(
+                f"a server's drafter must be one of method {', '.join(NETWORKS)}, got {drafter} of "
+                f"{own or 'none'}; leave --drafter out"
+            )
         pipe.drafters.given[own] = load_drafter(own, find(drafter), pipe.model)
     return engine_of(pipe, limits, method, own)
 

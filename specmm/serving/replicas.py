@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specmm.loading.extras import needed
+from specmm.runs.ray_address import check_address
 
 NAME = "specmm"
 
@@ -28,8 +29,8 @@ def run(
     Each takes ``ongoing`` requests at a time and has ``resources`` of Ray ("num_cpus", "num_gpus").
     A replica that dies is replaced: its running requests fail, later requests go to the others.
     ``ready()`` is called once all are there. The cluster is the one at RAY_ADDRESS, or one on this
-    machine. Raises ``ValueError`` if Ray Serve is not installed, and for replicas that do not
-    start.
+    machine. Raises ``ValueError`` if Ray Serve is not installed, where no cluster answers there,
+    and for replicas that do not start.
     """
     with needed("--replicas", "replicas"):
         import ray
@@ -38,6 +39,8 @@ def run(
     def made() -> Any:  # a function, by which Ray tells a maker from an application
         return build()
 
+    if not ray.is_initialized():
+        check_address()
     ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
     ended = threading.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):

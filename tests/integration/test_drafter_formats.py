@@ -75,6 +75,20 @@ def test_what_ships_is_told_apart(case):
     assert inspect(ZOO / case).format == POCKET[case]
 
 
+def test_a_llava_as_its_authors_write_it_is_no_head(tmp_path):
+    """Whose pickled weights, in parts, are not read."""
+    facts = SIZES | {"model_type": "llava", "mm_vision_tower": "openai/clip", "vocab_size": 20}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    files = [f"pytorch_model-{i}-of-2.bin" for i in (1, 2)]
+    for file in files:
+        torch.save({}, tmp_path / file)
+    index = {"weight_map": dict(zip("ab", files, strict=True))}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert inspect(tmp_path).format == "vision-language model"
+    said = refused("serve", "pocket/llava", "--method", "msd", "--drafter", tmp_path)
+    assert f"got a vision-language model in {tmp_path}" in said
+
+
 def test_a_release_says_its_target():
     wanted = inspect(PARITY / "blocks/speculators-dspark-vanilla").wanted
     assert wanted.name == "tiny/target" and wanted.architectures == ("Qwen3ForCausalLM",)

@@ -13,6 +13,7 @@ from transformers import LogitsProcessor
 import specmm
 from specmm.core.decode import decode_plain
 from specmm.core.randomness import Uniforms
+from specmm.core.turns import turns_of
 from specmm.hf.models.target import VLMTarget
 from specmm.serving.costs import Pieces
 from specmm.serving.engine import BatchEngine
@@ -487,4 +488,35 @@ def test_a_picture_is_looked_at_once(choosing):
     assert cached[1] >= said.end(0).prompt_tokens - 16 and cached[2] == 0 and cached[3] >= 64
     for i, chat in enumerate(chats, 1):
         assert said.text(i) == pipe(messages=chat, method="ar", max_new_tokens=20).answers[0]
+    engine.close()
+
+
+def test_what_other_weights_read_is_not_taken_over():
+    """Not by later requests, and not where the weights change while it is answered."""
+    pipe = specmm.TextPipeline.from_pretrained("pocket/coder", torch_dtype=torch.float32)
+    engine = BatchEngine(pipe, Limits(rows=2))
+    long, options = TEXTS[3] * 9, dict(max_new_tokens=40)
+
+    def change():
+        with turns_of(pipe.model).take(), torch.no_grad():
+            pipe.model.get_input_embeddings().weight[7:9] += 0.5
+
+    def asked(text, during=lambda: None):
+        said = Answers(engine)
+        said.ask(prompt=text, options=options)
+        while not said.told[0]:
+            pass
+        during()
+        return said.wait()
+
+    asked(long)
+    assert asked(long).end(0).cached
+    change()
+    said = asked(long)
+    assert not said.end(0).cached
+    assert said.text(0) == pipe(long, method="ar", **options).texts[0]
+    short = pipe.encode(TEXTS[0])[0][:9]  # of less than a page
+    later = [*short, *asked(short, change).tokens(0)]
+    assert not asked(later).end(0).cached
+    assert asked(later).end(0).cached
     engine.close()

@@ -210,3 +210,21 @@ def test_mistakes_of_a_load_test(tmp_path):
     assert "give one of" in refused("bench serve http://127.0.0.1:1 --rate 1 --clients 2")
     assert "give --model" in refused("bench serve http://127.0.0.1:1")
     assert "specmm zoo lists them" in refused("bench pocket/nothing")  # a model, as ever
+
+
+def test_replicas_of_a_cluster_that_does_not_answer(monkeypatch):
+    pytest.importorskip("ray.serve")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    said = refused("serve", "pocket/coder", "--replicas", 1)
+    assert f"RAY_ADDRESS must be a cluster's, got 127.0.0.1:{port}, where nothing answers" in said
+
+
+@pytest.mark.parametrize(
+    ("drafter", "said"), [("pocket/llava", "of vlm-draft"), ("pocket/coder", "of text-draft")]
+)
+def test_a_drafter_that_is_a_model(drafter, said):
+    found = refused("serve", "pocket/coder", "--drafter", drafter)
+    assert "a server's drafter must be one of method block, msd, eagle3" in found and said in found

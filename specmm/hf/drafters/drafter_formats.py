@@ -27,6 +27,7 @@ SPECULATORS = "speculators_model_type"
 ASSISTANT = "_assistant"  # how transformers' types of them end
 DIFFUSION = ("dream", "llada", "mdlm", "bd3lm")
 UNSAID = {"mimo_v2_flash": r"model\.mtp\.layers\.(\d+)\."}  # MTP layers no config tells of
+LLAVA = "mm_vision_tower"  # as its authors write its config
 DFLASH = ("block_size", "mask_token_id", "target_layer_ids")
 
 
@@ -145,7 +146,7 @@ def _is_msd(folder: ModelFolder) -> bool:
 
 def sees(folder: ModelFolder) -> bool:
     """Whether it is a vision-language model."""
-    return "vision_config" in folder.facts or "language_model" in folder.facts
+    return any(name in folder.facts for name in ("vision_config", "language_model", LLAVA))
 
 
 BLOCKS = "specmm.diffusion_drafters.export"
