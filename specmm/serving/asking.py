@@ -138,7 +138,7 @@ def _tools(fields: Fields, parsing: Parsing | None) -> tuple[list[Any], Grammar 
     if isinstance(choice, dict):
         inner = Fields(choice, "tool_choice").inner("function")
         name = inner and inner.text("name", tuple(named))
-        named = {name: named[name]} if name else {}
+        named = {name: named[name]} if name in named else {}
     if not named or not (choice == "required" or isinstance(choice, dict)):
         wanted = '"none", "auto", "required" or a function of tools'
         raise fields.wrong("tool_choice", wanted, choice)
@@ -155,7 +155,7 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
     several = isinstance(given, list) and bool(given) and isinstance(given[0], str | list)
     prompts = given if isinstance(given, list) and several else [given]
     for one in prompts:
-        ids = isinstance(one, list) and all(type(i) is int and i >= 0 for i in one)
+        ids = isinstance(one, list) and all(type(i) is int and 0 <= i < SEEDS for i in one)
         if not one or not (isinstance(one, str) or ids):
             wanted = "a text that is not empty, a list of such, a list of token ids or of such"
             raise fields.wrong("prompt", wanted, given)

@@ -87,6 +87,8 @@ WRONG = [
     (chat_of(tools=TOOLS, tool_choice="any"), "or a function of tools, got 'any'"),
     (chat_of(tools=TOOLS, tool_choice={}), "or a function of tools"),
     (chat_of(tools=TOOLS, tool_choice={"function": {"name": "time"}}), "did you mean 'times'"),
+    (chat_of(tool_choice={"function": {"name": "f"}}), "or a function of tools, got a dict"),
+    (text_of(prompt=[10**30]), "prompt must be a text that is not empty"),
     (chat_of(tools=TOOLS, tool_choice="required"), "how this model calls tools cannot be spelled"),
     (chat_of(functions=[{}]), "give tools"),
     (chat_of(modalities=["audio"]), "answers are text"),
