@@ -92,7 +92,7 @@ class BatchEngine:
         self.costs, self.network_costs = ForwardSeconds(), ForwardSeconds()
         self.pieces = Pieces(self.costs)
         self.prefixes = Prefixes(limits.prefixes if self.target.resumes else 0)
-        self.weights: object = None  # what they and the prefixes are of
+        self.weights = written(pipe.model)  # that have read what they store
         self.made = Counter(COUNTS)
         self.closing = False
         self.deadline = 0.0
