@@ -110,16 +110,16 @@ def make_diffuspec(
     method: methods.DiffuSpec, target: VLMTarget, drafter: object, tokenizer: Tokenizer | None
 ) -> Assembly:
     """The parts of method ``diffuspec``."""
-    found = _diffusion(drafter)
-    if found.proxy is None:
+    diffusion_model = _diffusion(drafter)
+    if diffusion_model.proxy is None:
         raise ValueError(
             "method 'diffuspec' needs an n-gram proxy beside its drafter, got none; make one from "
             "text with specmm train proxy"
         )
-    _check_proxy(found.proxy, target)
+    _check_proxy(diffusion_model.proxy, target)
     made = DiffuSpecDrafter(
-        _diffusion_source(found, target, tokenizer),
-        found.proxy,
+        _diffusion_source(diffusion_model, target, tokenizer),
+        diffusion_model.proxy,
         Search(method.tau, method.candidates, method.weight),
         method.least,
         method.most,

@@ -54,9 +54,9 @@ def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
         and layers - 1 in config.layers,
         "a confidence head without a Markov head": bool(config.confidence) and not config.head,
     }
-    if found := [name for name, without in lacks.items() if without]:
+    if lacking := [name for name, without in lacks.items() if without]:
         raise ValueError(
-            f"speculators' dflash and dspark have no field for {', '.join(found)}, got a drafter "
+            f"speculators' dflash and dspark have no field for {', '.join(lacking)}, got a drafter "
             "with it; export one without"
         )
     return HeadSizes("vanilla", config.markov) if config.markov else config.head
@@ -135,9 +135,9 @@ def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:
         "a confidence head": bool(config.confidence),
         "drafts at the anchor": config.anchor,
     }
-    if found := [name for name, without in lacks.items() if without]:
+    if lacking := [name for name, without in lacks.items() if without]:
         raise ValueError(
-            f"SpecForge's DFlash has no field for {', '.join(found)}, got a drafter with it; "
+            f"SpecForge's DFlash has no field for {', '.join(lacking)}, got a drafter with it; "
             "export speculators, or one without"
         )
     layers = len(target_layers(target))

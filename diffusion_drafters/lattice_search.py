@@ -163,11 +163,11 @@ class Objective:
         if not rest:
             return [before + score for before, _, _ in paths for score in block]
         causal = self.proxy.log_probs([read for _, _, read in paths], tokens)
-        found: list[float] = []
+        scores: list[float] = []
         for (before, _, _), row in zip(paths, causal, strict=True):
             pairs = zip(block, row, strict=True)
-            found += [before + score + rest * proxy for score, proxy in pairs]
-        return found
+            scores += [before + score + rest * proxy for score, proxy in pairs]
+        return scores
 
 
 def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
@@ -200,13 +200,13 @@ def _grown(
     scores = objective.scores(going, tokens, block)
     read = objective.proxy.order - 1
     worst = sorted(scores)[-count:][0] - TIE
-    found: list[OpenPath] = []
+    longer: list[OpenPath] = []
     for i, score in enumerate(scores):
         if score >= worst:
             _, path, context = going[i // len(tokens)]
             token = tokens[i % len(tokens)]
-            found.append((score, (*path, token), (*context, token)[-read:] if read else ()))
-    return found
+            longer.append((score, (*path, token), (*context, token)[-read:] if read else ()))
+    return longer
 
 
 def _rank(path: OpenPath) -> tuple[float, tuple[int, ...]]:

@@ -67,8 +67,8 @@ class NGram:
         share = 1 / (sum(counts.values()) + len(counts))
         back = share * len(counts)
         shorter = self._log_probs(context[1:], list(counts), self._unigram_logs(counts))
-        found = zip(counts.items(), shorter, strict=True)
-        logs = {token: log(count * share + back * exp(less)) for (token, count), less in found}
+        pairs = zip(counts.items(), shorter, strict=True)
+        logs = {token: log(count * share + back * exp(less)) for (token, count), less in pairs}
         return SeenAfter(logs, log(back))
 
     def log_probs(

@@ -120,8 +120,8 @@ class DiffusionSource:
             lengths = lengths + count
         ragged = bool((lengths != tokens.shape[1]).any())
         read = self.translation.to_drafter(tokens)
-        found = block_logits(self.model, read, block, lengths if ragged else None)
-        return self.translation.from_drafter(found)
+        logits = block_logits(self.model, read, block, lengths if ragged else None)
+        return self.translation.from_drafter(logits)
 
     def latest(self, row: int, count: int) -> list[int]:
         """The last ``count`` tokens of a row at most, the root last."""
@@ -143,10 +143,10 @@ def shared_tokens(
 
     Raises ``ValueError`` for None if the vocabularies differ by more than padding.
     """
-    found = translation or Translation.same(vocabulary, target.family.vocabulary)
-    masks = (found.ids == mask).nonzero()[:, 0].tolist()
-    found.ban([*masks, *target.image_tokens])
-    return found
+    shared = translation or Translation.same(vocabulary, target.family.vocabulary)
+    masks = (shared.ids == mask).nonzero()[:, 0].tolist()
+    shared.ban([*masks, *target.image_tokens])
+    return shared
 
 
 def end_token(translation: Translation, end: int | None) -> int | None:

@@ -143,12 +143,12 @@ class Watch:
         """Whether the user has interrupted; ``so_far(*of)`` is asked only where somebody looks."""
         due = self.move is not None and time.perf_counter() - self.moved > OFTEN
         if due or self.tell is not None:
-            found = so_far(*of)
+            partial = so_far(*of)
             if self.move is not None and due:
                 self.moved = time.perf_counter()
-                self.move(found.pictures)
+                self.move(partial.pictures)
             if self.tell is not None:
-                self.tell(round_, found.fewest, {"tokens": found.tokens})
+                self.tell(round_, partial.fewest, {"tokens": partial.tokens})
         return bool(self.pipe._interrupt)
 
 
@@ -159,20 +159,20 @@ def negatives_of(given: str | Sequence[str] | None, count: int) -> list[str | No
     """
     if given is None or isinstance(given, str):
         return [given] * count
-    found: list[str | None] = [*texts_of("negative_prompt", given)]
-    if len(found) != count:
+    negatives: list[str | None] = [*texts_of("negative_prompt", given)]
+    if len(negatives) != count:
         raise ValueError(
             f"negative_prompt must be one text or one for each of the {count} prompts, got "
-            f"{len(found)}"
+            f"{len(negatives)}"
         )
-    return found
+    return negatives
 
 
 def listed(classes: Classes) -> list[Any]:
     """One class or several, of any type, as a list."""
     if isinstance(classes, Tensor | np.ndarray):
-        found = classes.tolist()  # a number where there are no dimensions
-        return found if isinstance(found, list) else [found]
+        items = classes.tolist()  # a number where there are no dimensions
+        return items if isinstance(items, list) else [items]
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         return [classes]
     return list(classes)

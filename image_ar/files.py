@@ -53,11 +53,11 @@ def read_settings(kind: type[T], folder: Path) -> T:
     file = folder / SETTINGS
     if not file.exists():
         return kind()
-    found = read_json(file)
+    settings = read_json(file)
     known = _names(kind)
-    for key in found.keys() - set(known):
+    for key in settings.keys() - set(known):
         raise unknown(f"setting in {file}", key, known)
-    return kind(**{key: _frozen(value) for key, value in found.items()})
+    return kind(**{key: _frozen(value) for key, value in settings.items()})
 
 
 def write_settings(settings: DataclassInstance, folder: Path) -> None:
@@ -145,8 +145,8 @@ def shape_of(state: Mapping[str, Tensor], key: str, source: str | Path) -> torch
 
 def count(state: Mapping[str, Tensor], pattern: str) -> int:
     """One more than the largest number that ``pattern`` finds at the start of a name."""
-    found = (re.match(pattern, key) for key in state)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    matches = (re.match(pattern, key) for key in state)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def stack_sizes(

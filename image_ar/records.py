@@ -75,23 +75,23 @@ class Recorder:
         invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
-        found = []
+        records = []
         for place, (one, quick) in enumerate(zip(asked, compiled, strict=True)):
             among = {} if len(asked) == 1 else {"rows": rows, "place": place, "batch": asked}
             if invariant:  # a program rounds by its number of rows alone
                 among = {"rows": rows} if quick else {}
             made = {"method": label(method), "compiled": quick, **self.maker}
-            found.append({**one, **made, "certificate": claim, **among})
-        return found
+            records.append({**one, **made, "certificate": claim, **among})
+        return records
 
 
 def _wanted(pipe: Any, given: Mapping[str, Any]) -> list[Record]:
     """The class or prompt of each picture of a call with the arguments ``given``."""
-    found: list[Record]
+    fields: list[Record]
     if pipe.takes == "prompt":
         texts = texts_of("prompt", given["prompt"])
         negatives = negatives_of(given.get("negative_prompt"), len(texts))
-        found = [
+        fields = [
             {"prompt": text} | ({} if negative is None else {"negative_prompt": negative})
             for text, negative in zip(texts, negatives, strict=True)
         ]
@@ -99,8 +99,8 @@ def _wanted(pipe: Any, given: Mapping[str, Any]) -> list[Record]:
         asked = given["class_labels"] if given["classes"] is None else given["classes"]
         names = pipe.settings.classes
         ids = class_ids(listed(asked), names, pipe.transformer.config.num_classes)
-        found = [{"class": names[i] if i < len(names) else str(i)} for i in ids]
-    return [dict(one) for one in found for _ in range(given["num_images_per_prompt"])]
+        fields = [{"class": names[i] if i < len(names) else str(i)} for i in ids]
+    return [dict(one) for one in fields for _ in range(given["num_images_per_prompt"])]
 
 
 def made_by(source: Record, files: str, options: Record, network: nn.Module) -> Record:
@@ -190,7 +190,7 @@ def read_record(file: Path | IO[bytes]) -> Record:
     with Image.open(file) as image:
         text = image.info.get(KEY) or image.getexif().get(DESCRIPTION) or "{}"
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

@@ -267,18 +267,18 @@ class PicturePipeline(ABC, Generic[M]):
         names.
         """
         known = (*self.sampling_options, *self.call_options)
-        found = dict(options)
-        scale = None if self.paints else found.pop("guidance_scale", None)
+        named = dict(options)
+        scale = None if self.paints else named.pop("guidance_scale", None)
         if scale is not None:
             check_numbers(guidance_scale=scale)
             cfg = self.cfg_of(scale)
-            found["cfg"] = either("cfg", found.get("cfg"), "guidance_scale", cfg)
+            named["cfg"] = either("cfg", named.get("cfg"), "guidance_scale", cfg)
         if self.steps_option is not None:
-            steps = found.pop("num_inference_steps", None)
-            own = found.get(self.steps_option)
-            found[self.steps_option] = either(self.steps_option, own, "num_inference_steps", steps)
-        refuse_elsewhere(self, known, {k: v for k, v in found.items() if k not in known})
-        return {k: v for k, v in found.items() if k in known and v is not None}
+            steps = named.pop("num_inference_steps", None)
+            own = named.get(self.steps_option)
+            named[self.steps_option] = either(self.steps_option, own, "num_inference_steps", steps)
+        refuse_elsewhere(self, known, {k: v for k, v in named.items() if k not in known})
+        return {k: v for k, v in named.items() if k in known and v is not None}
 
     def cfg_of(self, guidance_scale: float) -> float:
         """The ``cfg`` that guides as much as diffusers' ``guidance_scale``, of which 1 is off."""
@@ -379,14 +379,14 @@ class PicturePipeline(ABC, Generic[M]):
     @property
     def device(self) -> torch.device:
         """The transformer's device."""
-        found: torch.device = next(self.transformer.parameters()).device
-        return found
+        device: torch.device = next(self.transformer.parameters()).device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the transformer computes in."""
-        found: torch.dtype = self.transformer.dtype
-        return found
+        dtype: torch.dtype = self.transformer.dtype
+        return dtype
 
     def enable_model_cpu_offload(
         self, gpu_id: int | None = None, device: torch.device | str | None = None

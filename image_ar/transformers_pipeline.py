@@ -268,8 +268,8 @@ class TransformersImagePictures(TokenPictures):
         where = layout or self._layout()
 
         def ids() -> tuple[list[int], list[int]]:
-            found = self._ids(example, where)
-            return found, self._away(found, None, where)
+            token_ids = self._ids(example, where)
+            return token_ids, self._away(token_ids, None, where)
 
         rest = (self.name, where, ids)
         return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)

@@ -64,10 +64,10 @@ def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
     state = read_checkpoint(file) if file else _own_weights(folder)
     if not any(name.startswith(NEEDED[0]) for name in state):
         return None
-    found = VQGANDecoder(config)
+    decoder = VQGANDecoder(config)
     needed = {name: weight for name, weight in state.items() if name.startswith(NEEDED)}
-    load_strict(found, needed, source=file or folder)
-    return found.eval()
+    load_strict(decoder, needed, source=file or folder)
+    return decoder.eval()
 
 
 def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
@@ -104,11 +104,11 @@ def _published(folder: Path) -> Path | None:
 
 def _own_weights(folder: Path) -> State:
     """The tokenizer's weights among the model's files, by their names in the tokenizer."""
-    found: State = {}
+    weights: State = {}
     for file in ModelFolder(folder).files:
         if file.suffix in PICKLED:
             continue
         with safe_open(file, "pt") as opened:
             names = [name for name in opened.keys() if name.startswith(OWN)]  # noqa: SIM118
-            found |= {name.removeprefix(OWN): opened.get_tensor(name) for name in names}
-    return found
+            weights |= {name.removeprefix(OWN): opened.get_tensor(name) for name in names}
+    return weights

@@ -83,11 +83,11 @@ def anls(
 
 def anls_score(prediction: str, answers: Sequence[str]) -> float:
     """The best of 1 - edit distance / longer length, 0 below 0.5; case does not count."""
-    found = _plain(prediction)
+    answer = _plain(prediction)
     best = 0.0
     for wanted in map(_plain, answers):
-        longest = max(len(found), len(wanted))
-        distance = edit_distance(found, wanted) / longest if longest else 0.0
+        longest = max(len(answer), len(wanted))
+        distance = edit_distance(answer, wanted) / longest if longest else 0.0
         best = max(best, 1 - distance if distance < ANLS_THRESHOLD else 0.0)
     return best
 
@@ -118,12 +118,12 @@ def relaxed_match(prediction: str, answers: Sequence[str]) -> bool:
 
     The text ``5%`` is 0.05. A share of 0 is undefined, so 0 must match as a text.
     """
-    found = prediction.strip()
-    number = _number(found)
+    answer = prediction.strip()
+    number = _number(answer)
     for wanted in (a.strip() for a in answers):
         truth = _number(wanted)
         if number is None or not truth:  # a truth that is no number, or 0
-            right = found.lower() == wanted.lower()
+            right = answer.lower() == wanted.lower()
         else:
             right = abs(number - truth) / abs(truth) <= TOLERANCE
         if right:
@@ -180,25 +180,25 @@ def tokenised(text: str) -> str:
 
 def read_predictions(path: Path) -> Predictions:
     """One answer a question; raises ``ValueError`` naming the line or entry for anything else."""
-    found: dict[str, str] = {}
+    predictions: dict[str, str] = {}
     for where, entry in _entries(path):
         if "answer" not in entry:
             raise ValueError(f"{where} must hold 'answer', got {_keys(entry)}; add it")
-        _add(found, where, entry, _text(where, entry["answer"]))
-    return found
+        _add(predictions, where, entry, _text(where, entry["answer"]))
+    return predictions
 
 
 def read_answers(path: Path) -> Answers:
     """All given answers of every question; raises ``ValueError`` naming the line or entry."""
-    found: dict[str, list[str]] = {}
+    answers: dict[str, list[str]] = {}
     for where, entry in _entries(path):
         given = entry.get("answers", entry.get("answer"))
         if given is None:
             raise ValueError(f"{where} must hold 'answers' or 'answer', got {_keys(entry)}; add it")
         listed = given if isinstance(given, list) else [given]
         texts = [_text(where, a.get("answer") if isinstance(a, dict) else a) for a in listed]
-        _add(found, where, entry, texts)
-    return found
+        _add(answers, where, entry, texts)
+    return answers
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -229,15 +229,15 @@ def _values(path: Path) -> list[tuple[str, Any]]:
     return [(f"{path} entry {i}", entry) for i, entry in enumerate(entries, 1)]
 
 
-def _add(found: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:
+def _add(entries: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:
     name = next((entry[k] for k in QUESTION if k in entry), None)
     if name is None or isinstance(name, bool | list | dict):
         names = ", ".join(QUESTION)
         raise ValueError(f"{where} must name its question ({names}), got {_keys(entry)}")
-    if str(name) in found:
+    if str(name) in entries:
         twice = f"got {str(name)!r} for the second time"
         raise ValueError(f"{where} must name another question, {twice}; keep one of them")
-    found[str(name)] = value
+    entries[str(name)] = value
 
 
 def _keys(entry: dict[str, Any]) -> str:

@@ -45,8 +45,8 @@ def extractor(
     dtype: torch.dtype = torch.float32,
 ) -> Extractor:
     """The extractor called ``name``; ``weights`` is its file, or a folder that holds it."""
-    found: Extractor = EXTRACTORS.get(name)(weights=weights, device=device, dtype=dtype)
-    return found
+    loaded: Extractor = EXTRACTORS.get(name)(weights=weights, device=device, dtype=dtype)
+    return loaded
 
 
 @dataclass(eq=False)
@@ -114,26 +114,26 @@ class Extractor:
         layout = torch.channels_last  # a quarter faster on CPUs in float32
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
             # on a GPU convolutions of float32 would round to 10 bits, and features move
-            found = [network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready]
-        return torch.cat(found)
+            out = [network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready]
+        return torch.cat(out)
 
 
 def joined(blocks: Iterable[FeatureSet]) -> FeatureSet:
     """All blocks as one set."""
-    found = list(blocks)
-    return FeatureSet(torch.cat([b.values for b in found]), found[0].protocol)
+    parts = list(blocks)
+    return FeatureSet(torch.cat([b.values for b in parts]), parts[0].protocol)
 
 
 def checked(pictures: Pictures) -> Iterator[Tensor]:
     """The pictures as tensors [H, W, 3]; ``ValueError`` for the first that is not uint8 RGB."""
     number = 0
     for number, picture in enumerate(pictures, 1):
-        found = picture if isinstance(picture, Tensor) else torch.tensor(np.asarray(picture))
-        rgb = found.ndim == 3 and found.shape[2] == 3 and found.numel()
-        if found.dtype != torch.uint8 or not rgb:
-            got = f"{found.dtype} {list(found.shape)} (number {number})"
+        pixels = picture if isinstance(picture, Tensor) else torch.tensor(np.asarray(picture))
+        rgb = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.numel()
+        if pixels.dtype != torch.uint8 or not rgb:
+            got = f"{pixels.dtype} {list(pixels.shape)} (number {number})"
             raise ValueError(f"pictures must be uint8 [H, W, 3] of 0..255, got {got}")
-        yield found
+        yield pixels
     if not number:
         raise ValueError("pictures must be uint8 [H, W, 3], got none; pass at least one")
 

@@ -55,8 +55,8 @@ class FeatureStatistics:
     @classmethod
     def of(cls, features: Features) -> FeatureStatistics:
         """Statistics of one whole set [N, F]."""
-        found = as_features(features)
-        return cls.empty(found.values.shape[1], found.values.device).update(found)
+        rows = as_features(features)
+        return cls.empty(rows.values.shape[1], rows.values.device).update(rows)
 
     def update(self, features: Features) -> FeatureStatistics:
         """Add samples [N, F] in place; ``ValueError`` on NaN, another width or protocol."""
@@ -115,9 +115,9 @@ def frechet_distance(first: Gaussian | Features, second: Gaussian | Features) ->
     return Measurement("fid", mean_term + covariance_term, protocol, parts)
 
 
-def _rank_bound(found: Gaussian) -> int:
+def _rank_bound(gaussian: Gaussian) -> int:
     """The largest rank of the covariance; a file that gives no count bounds nothing."""
-    return 2**62 if found.count is None else found.count - 1
+    return 2**62 if gaussian.count is None else gaussian.count - 1
 
 
 def _factor(covariance: Tensor, rank: int) -> tuple[Tensor, bool]:

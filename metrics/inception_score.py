@@ -83,6 +83,6 @@ def inception_score(logits: Features, *, splits: int = 10) -> Measurement:
     """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``, to which
     samples are dealt out in turn.
     """
-    found = as_features(logits)
-    statistics = ScoreStatistics.empty(found.values.shape[1], splits, found.values.device)
-    return statistics.update(found).measurement()
+    rows = as_features(logits)
+    statistics = ScoreStatistics.empty(rows.values.shape[1], splits, rows.values.device)
+    return statistics.update(rows).measurement()

@@ -117,8 +117,8 @@ def open_pictures(
 
 
 def _flat(source: Any) -> Iterator[np.ndarray]:
-    found = source() if callable(source) else source
-    for item in getattr(found, "images", found):
+    items = source() if callable(source) else source
+    for item in getattr(items, "images", items):
         if hasattr(item, "images"):
             yield from _flat(item)
         else:
@@ -171,13 +171,13 @@ class PictureFile:
 
 
 def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]]:
-    found: list[tuple[str, np.ndarray | str]] = []  # or why not: workers return errors
+    decoded: list[tuple[str, np.ndarray | str]] = []  # or why not: workers return errors
     for entry in entries:
         try:
-            found.append((str(entry), decode(entry.read())))
+            decoded.append((str(entry), decode(entry.read())))
         except Exception as error:  # a damaged file makes a decoder fail in any way
-            found.append((str(entry), sentence_of(error)))
-    return found
+            decoded.append((str(entry), sentence_of(error)))
+    return decoded
 
 
 def decode(data: bytes) -> np.ndarray:
@@ -221,27 +221,27 @@ def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureF
     """
     known = endings()
     left_out: Counter[str] = Counter()
-    found: list[PictureFile] = []
+    files: list[PictureFile] = []
     for place, reason in _places(source, known):
         if reason:
             left_out[reason] += 1
         elif Path(place).suffix.lower() not in ARCHIVES:
-            found.append(PictureFile(place))
+            files.append(PictureFile(place))
         else:
             try:
-                found += _archived(place, known, left_out)
+                files += _archived(place, known, left_out)
             except ValueError:
                 if not skip_bad or place == source:
                     raise
                 left_out["broken archive"] += 1
-    if not found:
+    if not files:
         others = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         got = "an address" if ADDRESS.match(source) else f"none but {others}" if others else "none"
         raise ValueError(
             f"{source} must be or hold pictures (.png, .jpg or what else Pillow reads), got {got}; "
             "pass a folder, a glob, a .zip, a .tar or an .npz of this machine"
         )
-    return found, left_out
+    return files, left_out
 
 
 def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
@@ -267,29 +267,29 @@ def _other(name: str, known: set[str]) -> str:
 def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[PictureFile]:
     """The pictures in an archive, by name; others are counted in ``left_out``."""
     kind = Path(place).suffix.lower()
-    found: dict[str, PictureFile] = {}
+    files: dict[str, PictureFile] = {}
     links: dict[str, str] = {}
     with whole(place, f"{kind} archive", Exception):  # a damaged one fails in any way
         for entry, link in (_zipped if kind == ".zip" else _tarred)(place):
-            if entry.member in found or entry.member in links:
+            if entry.member in files or entry.member in links:
                 left_out["replaced by a later one"] += 1
-            for kept in (found, links):
+            for kept in (files, links):
                 kept.pop(entry.member, None)
             if link is None:
-                found[entry.member] = entry
+                files[entry.member] = entry
             else:
                 links[entry.member] = link
     for name in links:
         target, steps = links[name], 0
         while target in links and steps < len(links):
             target, steps = links[target], steps + 1
-        if target in found:
-            found[name] = replace(found[target], member=name)
+        if target in files:
+            files[name] = replace(files[target], member=name)
         else:
             left_out["link to no file"] += 1
-    reasons = {name: "hidden" if hidden(name) else _other(name, known) for name in found}
+    reasons = {name: "hidden" if hidden(name) else _other(name, known) for name in files}
     left_out.update(filter(None, reasons.values()))
-    return [found[name] for name in sorted(found) if not reasons[name]]
+    return [files[name] for name in sorted(files) if not reasons[name]]
 
 
 def _zipped(place: str) -> Iterator[tuple[PictureFile, str | None]]:

@@ -35,11 +35,11 @@ class Bootstrap:
 
     def weights(self, count: int, draws: int | None = None) -> Tensor:
         """The number of times [B, N] float64 that each of ``count`` samples is in each resample."""
-        found = torch.zeros(draws or self.draws, count, dtype=torch.float64)
-        for row in found:
+        weights = torch.zeros(draws or self.draws, count, dtype=torch.float64)
+        for row in weights:
             drawn = torch.randint(count, (count,), generator=self.generator)
             row += torch.bincount(drawn, minlength=count)
-        return found
+        return weights
 
     def of_replicates(self, replicates: Tensor, what: str) -> Interval:
         """Percentiles of the statistic's ``replicates`` [B]; ``what`` was resampled."""
@@ -69,17 +69,17 @@ def frechet_interval(made: FeatureSet, reference: Gaussian, generator: torch.Gen
     if len(made) < 2 * GROUPS:
         raise ValueError(f"an interval needs at least {2 * GROUPS} samples, got {len(made)}")
     whole = FeatureStatistics.of(made)
-    found = []
+    values = []
     for rows in torch.randperm(len(made), generator=generator).chunk(GROUPS):
         group = FeatureStatistics.of(made.values[rows.to(made.values.device)])
         count = whole.count - group.count
         total = whole.total - group.total
         rest = FeatureStatistics(count, total, whole.outer - group.outer, whole.protocol)
-        found.append(frechet_distance(rest, reference).value)
-    spread = float(torch.tensor(found, dtype=torch.float64).std(correction=1))
-    reach = student_quantile(len(found) - 1) * spread * (len(found) - 1) / len(found) ** 0.5
+        values.append(frechet_distance(rest, reference).value)
+    spread = float(torch.tensor(values, dtype=torch.float64).std(correction=1))
+    reach = student_quantile(len(values) - 1) * spread * (len(values) - 1) / len(values) ** 0.5
     centre = frechet_distance(whole, reference).value
-    method = f"jackknife of {len(found)} groups, reference fixed"
+    method = f"jackknife of {len(values)} groups, reference fixed"
     return Interval(centre - reach, centre + reach, LEVEL, method)
 
 

@@ -144,9 +144,9 @@ def _in_one_pass(x: Tensor, y: Tensor, picks: Picks, bootstrap: Bootstrap | None
 
 
 def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks) -> Tensor:
-    found = []
+    estimates = []
     for i, j in picks:
         a = x[i.to(x.device)]
         b = y[j.to(y.device)]
-        found.append(_mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b))))
-    return torch.cat(found)
+        estimates.append(_mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b))))
+    return torch.cat(estimates)

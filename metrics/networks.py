@@ -193,13 +193,13 @@ class CLIP(Extractor):
         longest = self.model.config.text_config.max_position_embeddings
         options = {"padding": True, "truncation": True, "max_length": longest}
         given = self._processor.tokenizer(list(texts), return_tensors="pt", **options)
-        found = self.model.get_text_features(**given.to(self.device))
-        return found.pooler_output.float().cpu()
+        features = self.model.get_text_features(**given.to(self.device))
+        return features.pooler_output.float().cpu()
 
     def _pixels(self, pictures: Tensor) -> Tensor:
         rows = list(pictures.permute(0, 3, 1, 2).cpu())
-        found = self._processor.image_processor(rows, return_tensors="pt")
-        return found["pixel_values"].to(self.device)
+        inputs = self._processor.image_processor(rows, return_tensors="pt")
+        return inputs["pixel_values"].to(self.device)
 
     def _pictures(self, x: Tensor) -> Tensor:
         return self.model.get_image_features(x).pooler_output

@@ -68,14 +68,14 @@ def reconstruction(
                     sides[side] = FeatureStatistics.empty(block.values.shape[1])
                 sides[side].update(block)
     source = getattr(originals, "protocol", {})
-    found = [
+    measurements = [
         _mean(name, torch.cat(scores[name]), {**source, **protocol})
         for name, (_, protocol) in metrics.items()
     ]
     if extractor is not None:
         fid = frechet_distance(sides[0], sides[1])
-        found.append(Measurement("rfid", fid.value, {**source, **fid.protocol}, fid.parts))
-    return found
+        measurements.append(Measurement("rfid", fid.value, {**source, **fid.protocol}, fid.parts))
+    return measurements
 
 
 def clip_score(
@@ -89,8 +89,8 @@ def clip_score(
         cosines = torch.cosine_similarity(features, model.texts([t for _, t in rows]))
         scores.append(cosines.clamp(min=0) * SCALE)
     protocol = {**model.protocol, **source, "scale": SCALE, "texts": "as given"}
-    found = _mean("clip_score", torch.cat(scores), protocol)
-    return replace(found, parts={"paper_scale_2.5": found.value * PAPER_SCALE / SCALE})
+    measurement = _mean("clip_score", torch.cat(scores), protocol)
+    return replace(measurement, parts={"paper_scale_2.5": measurement.value * PAPER_SCALE / SCALE})
 
 
 def psnr(first: Tensor, second: Tensor) -> Tensor:
@@ -107,9 +107,9 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
         got = list(first.shape[2:])
         raise ValueError(f"SSIM needs pictures of at least {WINDOW} pixels, got {got}")
     # in float32 flat white areas of equal pictures lose 1e-4
-    found = measure(second.double(), first.double(), data_range=255.0, reduction="none")
-    assert isinstance(found, Tensor)
-    return found.reshape(-1)
+    scores = measure(second.double(), first.double(), data_range=255.0, reduction="none")
+    assert isinstance(scores, Tensor)
+    return scores.reshape(-1)
 
 
 def pairs(first: Iterable[T], second: Iterable[U], what: str) -> Iterator[tuple[T, U]]:

@@ -62,18 +62,18 @@ def read_reference(path: Path, *, spatial: bool = False) -> Reference:
 
     Raises ``ValueError`` for any other file.
     """
-    found = _arrays(path)
+    arrays = _arrays(path)
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
-    if not set(names) <= set(found):
-        held = ", ".join(sorted(found))
-        raise ValueError(f"{path} must hold {' and '.join(names)}, got {held}{_hint(found)}")
-    mean, covariance = (torch.as_tensor(np.asarray(found[n]), dtype=torch.float64) for n in names)
-    if "protocol" in found:
-        own = json.loads(str(found["protocol"]))
+    if not set(names) <= set(arrays):
+        held = ", ".join(sorted(arrays))
+        raise ValueError(f"{path} must hold {' and '.join(names)}, got {held}{_hint(arrays)}")
+    mean, covariance = (torch.as_tensor(np.asarray(arrays[n]), dtype=torch.float64) for n in names)
+    if "protocol" in arrays:
+        own = json.loads(str(arrays["protocol"]))
     else:
-        npz = "adm" if "mu_s" in found else "clean-fid"
+        npz = "adm" if "mu_s" in arrays else "clean-fid"
         own = {"source": f"{npz if path.suffix == '.npz' else 'torch-fidelity'} statistics"}
-    count = int(found["count"]) if "count" in found else None
+    count = int(arrays["count"]) if "count" in arrays else None
     return Reference(mean, covariance, count, own)
 
 
@@ -127,13 +127,13 @@ def _tensors(path: Path) -> dict[str, Any]:
     in_numpy_1 = (make, "numpy.core.multiarray._reconstruct")  # the name in older files
     allowed: list[Any] = [np.ndarray, np.dtype, *floats, make, in_numpy_1]
     with torch.serialization.safe_globals(allowed):
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a dictionary of mu and sigma, got {type(found).__name__}")
-    return found
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a dictionary of mu and sigma, got {type(content).__name__}")
+    return content
 
 
-def _hint(found: Mapping[str, Any]) -> str:
-    if "arr_0" in found or "images" in found:
+def _hint(arrays: Mapping[str, Any]) -> str:
+    if "arr_0" in arrays or "images" in arrays:
         return "; these are pictures, extract their features first"
-    return "; these are features, load them as such" if {"feats", "values"} & set(found) else ""
+    return "; these are features, load them as such" if {"feats", "values"} & set(arrays) else ""

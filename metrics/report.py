@@ -44,16 +44,17 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
     quality: dict[str, Row] = {}
     measured: dict[str, Measurement] = {}
     for row in itertools.chain.from_iterable(map(_read, paths)):
-        found = row.get("measurement")
+        result = row.get("measurement")
         if isinstance(row.get("speedup"), int | float):
             speed.append(row)
-        elif isinstance(found, Measurement):
-            difference(measured.setdefault(found.metric, found), found)  # or raises
+        elif isinstance(result, Measurement):
+            difference(measured.setdefault(result.metric, result), result)  # or raises
             known = quality.setdefault(row["method"], {"method": row["method"]})
-            known |= {found.metric: found.value, "samples": found.protocol.get("counts", [None])[0]}
-            if found.interval:
-                known[f"{found.metric}_low"] = found.interval.low
-                known[f"{found.metric}_high"] = found.interval.high
+            counts = result.protocol.get("counts", [None])
+            known |= {result.metric: result.value, "samples": counts[0]}
+            if result.interval:
+                known[f"{result.metric}_low"] = result.interval.low
+                known[f"{result.metric}_high"] = result.interval.high
         elif isinstance(row.get("fid"), int | float):
             quality.setdefault(row["method"], {}).update(row)
     return speed, list(quality.values())
@@ -117,8 +118,8 @@ def _read(path: Path) -> list[Row]:
 
 
 def _kind(row: Row) -> object:
-    found = row.get("certificate")
-    return found.get("kind") if isinstance(found, dict) else found
+    certificate = row.get("certificate")
+    return certificate.get("kind") if isinstance(certificate, dict) else certificate
 
 
 def _csv(path: Path) -> list[Row]:

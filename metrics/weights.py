@@ -98,9 +98,9 @@ def locate(name: str, given: Path | None = None) -> Path:
         raise unknown("weights", name, KNOWN)
     wanted = KNOWN[name]
     for place in _places(name, wanted) if given is None else [given]:
-        found = wanted.inside(place)
-        if found is not None:
-            return found
+        path = wanted.inside(place)
+        if path is not None:
+            return path
     files = ", ".join([wanted.file, *wanted.companions])
     where = given or "the weights folder, a package, torch hub's or HF's cache"
     folder = weights_folder() / name
@@ -114,9 +114,9 @@ def weights_table() -> list[dict[str, str]]:
     """A row a known set: name, what, licence, ``found`` (its path, or "no"), how to ``get`` it."""
     rows = []
     for name, wanted in KNOWN.items():
-        found = next((f for p in _places(name, wanted) if (f := wanted.inside(p))), "no")
+        path = next((f for p in _places(name, wanted) if (f := wanted.inside(p))), "no")
         facts = {"name": name, "what": wanted.what, "licence": wanted.licence}
-        rows.append({**facts, "found": str(found), "get": wanted.how(weights_folder() / name)})
+        rows.append({**facts, "found": str(path), "get": wanted.how(weights_folder() / name)})
     return rows
 
 
@@ -146,7 +146,7 @@ def _places(name: str, wanted: KnownWeights) -> list[Path]:
         from huggingface_hub import try_to_load_from_cache
 
         repository = wanted.url.removeprefix("https://huggingface.co/")
-        found = try_to_load_from_cache(repository, wanted.companions[0])
-        if isinstance(found, str):
-            places.append(Path(found).parent)
+        cached = try_to_load_from_cache(repository, wanted.companions[0])
+        if isinstance(cached, str):
+            places.append(Path(cached).parent)
     return places

@@ -100,16 +100,16 @@ def json_schema(
     Raises ``ValueError`` for one that is no JSON object.
     """
     model = getattr(schema, "model_json_schema", None)
-    found: Any = schema if model is None else model()
-    if isinstance(found, str | Path):
-        text = _text(found)
+    parsed: Any = schema if model is None else model()
+    if isinstance(parsed, str | Path):
+        text = _text(parsed)
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except ValueError as error:
             raise ValueError(f"json_schema must be JSON, got {text[:60]!r} ({error})") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"json_schema must be a JSON object, got {type(found).__name__}")
-    return Grammar("json_schema", json.dumps(found), any_whitespace)
+    if not isinstance(parsed, Mapping):
+        raise ValueError(f"json_schema must be a JSON object, got {type(parsed).__name__}")
+    return Grammar("json_schema", json.dumps(parsed), any_whitespace)
 
 
 def of_call(given: Any) -> Grammar:
@@ -324,11 +324,11 @@ class SpelledDrafts:
                 if must is not None:
                     own[must] += 1 - own.sum()
                 drawn[node] = own / own.sum()
-            found = token if may else must
-            if found is None:
+            spelled = token if may else must
+            if spelled is None:
                 drawn.pop(node, None)
                 break
-            said.append(found)
+            said.append(spelled)
         return said, drawn
 
 

@@ -102,17 +102,17 @@ def load_processor(folder: Path) -> Any:
     if is_composed(folder):
         return build_processor(read_json(folder / "config.json")["language_model"])
     try:
-        found = pretrained.load_processor(folder)
+        processor = pretrained.load_processor(folder)
     except ImportError as error:  # some processors need packages of their own
         reason = " ".join(str(error).split())
         raise ValueError(f"the processor of {folder} needs a package: {reason}") from error
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder} must hold a processor beside the model ({error})") from error
-    if not hasattr(found, "tokenizer"):
+    if not hasattr(processor, "tokenizer"):
         raise ValueError(
-            f"{folder} must hold a processor of pictures and text, got a {type(found).__name__}"
+            f"{folder} must hold a processor of pictures and text, got a {type(processor).__name__}"
         )
-    return found
+    return processor
 
 
 def load_small(folder: Path, target: PreTrainedModel, method: str) -> SmallModel:
@@ -269,8 +269,8 @@ class Tower(PreTrainedModel):
             x = block(x)
             fine = x if place == FINE_BLOCK else fine
         both = torch.cat([F.avg_pool2d(fine, 2), x], dim=1)  # [B, D, S / 32, S / 32]
-        found = both.flatten(2).transpose(1, 2)
-        return BaseModelOutput(last_hidden_state=found, hidden_states=(found,))
+        features = both.flatten(2).transpose(1, 2)
+        return BaseModelOutput(last_hidden_state=features, hidden_states=(features,))
 
 
 AutoConfig.register(TowerConfig.model_type, TowerConfig)

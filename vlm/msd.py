@@ -310,8 +310,8 @@ def drafted_embeddings(target: Any) -> Tensor:
     rows than the head.
     """
     rows = len(target.get_output_embeddings().weight)
-    found: Tensor = target.get_input_embeddings()(torch.arange(rows, device=target.device))
-    return found
+    embeddings: Tensor = target.get_input_embeddings()(torch.arange(rows, device=target.device))
+    return embeddings
 
 
 def load_msd(
@@ -352,9 +352,9 @@ def _check_target(
     """Raise ``ValueError`` unless a drafter of ``own`` embeddings [v, C] is for ``embeddings``."""
     rows, width = embeddings.shape
     if config.hidden_size != width or config.vocab_size > rows:
-        found = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         raise ValueError(
-            f"drafter must have the target's embeddings [{rows}, {width}], got {found} in {path}"
+            f"drafter must have the target's embeddings [{rows}, {width}], got {sizes} in {path}"
         )
     if own is None:
         if not facts.get("target_embeddings"):

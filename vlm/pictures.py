@@ -85,8 +85,8 @@ def _as_array(numbers: npt.NDArray[Any] | Tensor) -> npt.NDArray[Any]:
     if not isinstance(numbers, Tensor):
         return numbers
     here = numbers.detach().cpu()
-    found: npt.NDArray[Any] = (here.float() if here.is_floating_point() else here).numpy()
-    return found
+    array: npt.NDArray[Any] = (here.float() if here.is_floating_point() else here).numpy()
+    return array
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
@@ -107,11 +107,11 @@ def fetched(address: str) -> bytes:
     asked = urllib.request.Request(address, headers={"User-Agent": "specmm"})
     try:
         with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
-            found: bytes = answer.read(MOST_BYTES + 1)
+            content: bytes = answer.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"picture {address[:60]} must be readable from here, got {error}; download it first"
         ) from error
-    if len(found) > MOST_BYTES:
+    if len(content) > MOST_BYTES:
         raise ValueError(f"picture {address[:60]} must have at most {MOST_BYTES:,} bytes, got more")
-    return found
+    return content

@@ -205,14 +205,14 @@ class VQAPipeline(Pipeline):
     ) -> Questions:
         """The questions of a call, or the chats in its ``options``."""
         if options.messages is None:
-            found = Questions.of(images, prompts, options.chat, videos, options.fps)
+            questions = Questions.of(images, prompts, options.chat, videos, options.fps)
         elif images is None and prompts is None and videos is None:
-            found = Questions.of_chats(options.messages, options.fps)
+            questions = Questions.of_chats(options.messages, options.fps)
         else:
             raise ValueError("give messages, or questions and what they are about, got both")
-        if options.fps is not None and not any(found.videos):
+        if options.fps is not None and not any(questions.videos):
             raise ValueError("fps is of videos given as frames, got none; leave it out")
-        return found
+        return questions
 
     @in_its_turn(lambda pipe: pipe.model)
     def begin(
@@ -229,8 +229,8 @@ class VQAPipeline(Pipeline):
         yield from self._start(*asked).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
-        found: methods.VQAMethod = options.chosen(methods.VQA, self.method)
-        return found
+        method: methods.VQAMethod = options.chosen(methods.VQA, self.method)
+        return method
 
     def _judge(
         self,
@@ -267,8 +267,8 @@ class VQAPipeline(Pipeline):
         """See :class:`Pipeline`; for answers with pictures ``auto`` tries the methods for these."""
         if method.name != methods.Auto.name or not isinstance(target, InterleavedTarget):
             return super().chosen(method, target, prompt, share)
-        found, why = self.drawn.chosen(target, prompt)
-        return Chosen(found, f"auto: {methods.label(found)} ({why})")
+        choice, why = self.drawn.chosen(target, prompt)
+        return Chosen(choice, f"auto: {methods.label(choice)} ({why})")
 
     def check_drawing(self, method: methods.VQAMethod, max_new_tokens: int) -> None:
         """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` may hold pictures

@@ -106,17 +106,17 @@ class Experts(list[VQAPipeline]):
         Raises ``ValueError`` when that file holds something else.
         """
         folders = sorted(f.parent for f in folder.glob("*/config.json"))
-        found = cls(
+        experts = cls(
             VQAPipeline.from_pretrained(f, torch_dtype=dtype, device=device) for f in folders
         )
         if (file := folder / PROMPTS).is_file():
             try:
-                found.prompts = VerdictPrompts(**json.loads(file.read_text()))
+                experts.prompts = VerdictPrompts(**json.loads(file.read_text()))
             except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{file} must hold texts for {sorted(FIELDS)} as JSON ({error}); fix the file"
                 ) from error
-        return found
+        return experts
 
 
 def load_experts(folder: Path, target: PreTrainedModel, method: str) -> Experts:

@@ -64,15 +64,15 @@ class Video:
         choose = _all if self.given or sampler is None else partial(_sampled, sampler)
 
         def chosen(metadata: VideoMetadata, **_: Any) -> Sequence[int]:
-            found = choose(metadata)
-            pixels = len(found) * (metadata.height or 0) * (metadata.width or 0)
+            frames = choose(metadata)
+            pixels = len(frames) * (metadata.height or 0) * (metadata.width or 0)
             if pixels > MOST_PIXELS:
                 raise TooLarge(
                     f"{self.name} must have at most {MOST_PIXELS:,} pixels in the frames that are "
-                    f"shown, got {len(found)} frames of {metadata.width} x {metadata.height}; "
+                    f"shown, got {len(frames)} frames of {metadata.width} x {metadata.height}; "
                     "shorten it or scale it down"
                 )
-            return found
+            return frames
 
         return self.read(chosen)
 
@@ -128,10 +128,10 @@ def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
     if not any(options.get(name) for name in SAMPLING):
         return _all(metadata)
     try:
-        found = sampler.sample_frames(metadata=metadata, **options)
+        indices = sampler.sample_frames(metadata=metadata, **options)
     except ValueError:
         return _all(metadata)
-    return [int(index) for index in found] or _all(metadata)
+    return [int(index) for index in indices] or _all(metadata)
 
 
 def _of_frames(name: str, frames: np.ndarray, fps: float | None) -> Video:
@@ -147,8 +147,8 @@ def _of_frames(name: str, frames: np.ndarray, fps: float | None) -> Video:
 
 
 def _picked(frames: np.ndarray, metadata: VideoMetadata, indices: list[int]) -> Frames:
-    found = VideoMetadata(**{**vars(metadata), "frames_indices": indices})
-    return frames[indices], found
+    picked = VideoMetadata(**{**vars(metadata), "frames_indices": indices})
+    return frames[indices], picked
 
 
 def _of_pictures(name: str, pictures: Sequence[Source], fps: float | None) -> Video:
@@ -164,8 +164,8 @@ def _frame_files(folder: Path) -> list[Path]:
     """The pictures in ``folder``, frame 2 before frame 10."""
     known = endings()
     shown = (file for file in folder.iterdir() if not file.name.startswith("."))
-    found = [file for file in shown if file.suffix.lower() in known]
-    return sorted(found, key=lambda file: [_number(part) for part in re.split(r"(\d+)", file.stem)])
+    files = [file for file in shown if file.suffix.lower() in known]
+    return sorted(files, key=lambda file: [_number(part) for part in re.split(r"(\d+)", file.stem)])
 
 
 def _number(text: str) -> str | int:
@@ -174,19 +174,19 @@ def _number(text: str) -> str | int:
 
 def _bytes(array: np.ndarray | Tensor) -> np.ndarray:
     """``array`` [F, H, W, 3] as bytes."""
-    found = array.cpu().numpy() if isinstance(array, Tensor) else array
-    if found.ndim != 4 or found.shape[-1] != 3 or 0 in found.shape:
+    frames = array.cpu().numpy() if isinstance(array, Tensor) else array
+    if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise ValueError(
-            f"video must be an array of frames, height, width and 3 colours, got {found.shape}"
+            f"video must be an array of frames, height, width and 3 colours, got {frames.shape}"
         )
-    if found.dtype == np.uint8:
-        return found
-    if not np.issubdtype(found.dtype, np.floating) or not 0 <= found.min() <= found.max() <= 1:
+    if frames.dtype == np.uint8:
+        return frames
+    if not np.issubdtype(frames.dtype, np.floating) or not 0 <= frames.min() <= frames.max() <= 1:
         raise ValueError(
             "video must be an array of bytes, or of numbers from 0 to 1, got "
-            f"{found.dtype} from {found.min()} to {found.max()}"
+            f"{frames.dtype} from {frames.min()} to {frames.max()}"
         )
-    return (found * 255).round().astype(np.uint8)
+    return (frames * 255).round().astype(np.uint8)
 
 
 def _read_animation(path: Path, choose: Choice) -> Frames:

@@ -128,10 +128,10 @@ def read(
     rows = list(zip(prompts, pictures, videos, strict=True))
     whole = bool(pictures[0]) and bool(pictures[-1])
     try:
-        found = _called(processor, rows)
-        lengths = {len(value) for value in found.values()}
+        inputs = _called(processor, rows)
+        lengths = {len(value) for value in inputs.values()}
         if whole or not any(pictures) or lengths == {len(rows)} or not _by_row(processor):
-            return found
+            return inputs
     except ValueError as error:
         if whole:
             raise
@@ -150,7 +150,7 @@ def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
         given["add_special_tokens"] = False
     try:
         with _quiet(processor):
-            found = dict(processor(text=prompts, padding=True, return_tensors="pt", **given))
+            inputs = dict(processor(text=prompts, padding=True, return_tensors="pt", **given))
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
@@ -161,7 +161,7 @@ def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
         raise ValueError(
             f"{type(processor).__name__} cannot read the question: {reason}"
         ) from error
-    return {k: v for k, v in found.items() if k not in NOT_ASKED and v is not None}
+    return {k: v for k, v in inputs.items() if k not in NOT_ASKED and v is not None}
 
 
 def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
@@ -170,20 +170,20 @@ def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
     """
     sample = _sample(processor, ONE)
     counts = {name: len(value) for name, value in _called(processor, [sample]).items()}
-    found = _called(processor, [sample, *rows, sample])
-    found = {name: value[counts[name] : -counts[name]] for name, value in found.items()}
-    used = found["attention_mask"].any(0)  # a row that is left out may be the longest
-    shape = found["input_ids"].shape
-    found = {k: v[:, used] if v.shape[:2] == shape else v for k, v in found.items()}
+    inputs = _called(processor, [sample, *rows, sample])
+    inputs = {name: value[counts[name] : -counts[name]] for name, value in inputs.items()}
+    used = inputs["attention_mask"].any(0)  # a row that is left out may be the longest
+    shape = inputs["input_ids"].shape
+    inputs = {k: v[:, used] if v.shape[:2] == shape else v for k, v in inputs.items()}
     shown = any(pictures for _, pictures, _ in rows)
-    return {k: v for k, v in found.items() if shown or k in PER_TOKEN}
+    return {k: v for k, v in inputs.items() if shown or k in PER_TOKEN}
 
 
 def _by_row(processor: Any) -> bool:
     """Whether ``processor``'s output for pictures has an entry for each row, not each picture."""
     if processor not in _rowwise:
-        found = _called(processor, [_sample(processor, TWO)])
-        _rowwise[processor] = all(len(value) == 1 for value in found.values())
+        inputs = _called(processor, [_sample(processor, TWO)])
+        _rowwise[processor] = all(len(value) == 1 for value in inputs.values())
     return _rowwise[processor]
 
 

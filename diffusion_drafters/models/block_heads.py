@@ -38,8 +38,8 @@ class PairTable(nn.Module):
 
     def forward(self, previous: Tensor) -> Tensor:
         """The addition to the logits [..., v] after tokens ``previous`` [...] of the drafter."""
-        found: Tensor = self.after(self.before(previous))
-        return found
+        logits: Tensor = self.after(self.before(previous))
+        return logits
 
 
 class MarkovHead(nn.Module):
@@ -139,8 +139,8 @@ class DominoHead(nn.Module):
         kept = (update + old_update).sigmoid()
         memory = (1 - kept) * candidate + kept * memory
         weight = self.inner.weight[:, -size:]
-        found: Tensor = self.outer(F.silu(place[..., :-1] + F.linear(memory, weight)))
-        return found * place[..., -1:], memory
+        logits: Tensor = self.outer(F.silu(place[..., :-1] + F.linear(memory, weight)))
+        return logits * place[..., -1:], memory
 
 
 class ConfidenceHead(nn.Module):

@@ -202,8 +202,8 @@ class _Block(nn.Module):
     def _attend(self, x: Tensor, turns: Tensor, seen: Tensor | None) -> Tensor:
         q, k, v = self.attn_qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [B, L, H, D]
         q, k, v = (t.transpose(1, 2) for t in (_turn(q, turns), _turn(k, turns), v))
-        found = F.scaled_dot_product_attention(q, k, v, seen)
-        return self.attn_out(found.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, seen)
+        return self.attn_out(attended.transpose(1, 2).flatten(2))
 
 
 class _Embedding(nn.Module):

@@ -195,10 +195,10 @@ def _llada_config(facts: Facts) -> LlamaConfig:
 
 def _llama_name(name: str) -> str:
     """A LLaDA tensor's name in a Llama; other names stay, for strict loading to refuse."""
-    found = re.fullmatch(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
-    if found is None:
+    match = re.fullmatch(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
+    if match is None:
         return name
-    layer, part = found.groups()
+    layer, part = match.groups()
     if layer is None:
         return f"{LLADA_NAMES.get(part, part)}.weight"
     inner = LLADA_NAMES.get(f"blocks.{part}", LLADA_NAMES.get(part, part))

@@ -234,5 +234,5 @@ class _GivenNumbers:
         ended = (self.used[i] > self.held[i]) & (self.short[:, 0] == 0)
         told = torch.stack([torch.full_like(wanted, i + 1), wanted], dim=1)
         self.short = torch.where(ended[:, None], told, self.short)
-        found = stream.gather(1, at.flatten(1).clamp(max=stream.shape[1] - 1))
-        return found.view(-1, count)
+        numbers = stream.gather(1, at.flatten(1).clamp(max=stream.shape[1] - 1))
+        return numbers.view(-1, count)

@@ -211,8 +211,8 @@ def draw_residual(p: Normal, q: Normal, step: Array, lost: Mask, numbers: Number
         good = numbers.log_uniforms(lost, tries) > -log_ratio(own, other, y)  # [N, K]
         first = first_of(good)
         hit = lost[at] & ((first < tries) | (tries == TURNS[-1]))
-        found = y[arange(len(y), first), clamped(first, 0, tries - 1)]
-        step[at] = of(y).where(hit[:, None], found, step[at])
+        residual = y[arange(len(y), first), clamped(first, 0, tries - 1)]
+        step[at] = of(y).where(hit[:, None], residual, step[at])
         lost[at] = lost[at] & ~hit
         if not numbers.needed(lost):
             break

@@ -59,8 +59,8 @@ class ChainEnd(NamedTuple):
     def log_density(self, x: Array, widen: float = 1.0) -> Array:
         """Log density [N] of ``x`` under the last step's Gaussian, up to a constant."""
         std = widen * self.std
-        found: Array = -(0.5 * ((x - self.mean) / std) ** 2 + np.log(std)).sum(-1)
-        return found
+        density: Array = -(0.5 * ((x - self.mean) / std) ** 2 + np.log(std)).sum(-1)
+        return density
 
 
 @dataclass
@@ -138,16 +138,16 @@ def resample(
     Rows without any are zero; the caller handles them.
     """
     made = np.zeros_like(p.mean)
-    found = np.zeros(len(p.mean), dtype=bool)
+    accepted = np.zeros(len(p.mean), dtype=bool)
     for _ in range(PROPOSALS):
         y = p.mean + p.std * numbers.normal(*p.mean.shape)
         with np.errstate(over="ignore"):
             taken = numbers.uniform(len(y)) < 1 - np.exp(rule.log_residual(y, p, q))
         made[taken] = y[taken]
-        found |= taken
-        if found.all():
+        accepted |= taken
+        if accepted.all():
             break
-    return made, found
+    return made, accepted
 
 
 def verify_tokens(
@@ -161,8 +161,8 @@ def verify_tokens(
     kept = accept(rule, drafted, p, q, numbers)
     if kept.all():
         return drafted, kept
-    made, found = resample(rule, p, q, numbers)
-    made[~found] = p.mean[~found]
+    made, accepted = resample(rule, p, q, numbers)
+    made[~accepted] = p.mean[~accepted]
     return np.where(kept[:, None], drafted, made), kept
 
 

@@ -303,8 +303,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         """The target's head with ``spec`` steps; raises ``ValueError`` as ``check_plain`` does."""
         net = self.transformer.head
         check_plain(net)
-        found = self.heads.setdefault(spec, Derived())
-        return found.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
+        derived = self.heads.setdefault(spec, Derived())
+        return derived.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
 
     def options_of(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         steps = self.settings.spaced(sampling.get("head_steps"))

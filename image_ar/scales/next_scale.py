@@ -196,9 +196,9 @@ def log_likelihood(
         raise ValueError(f"tokens must be [pictures, {wanted}], got {list(tokens.shape)}")
     feature_map = FeatureMap(quantizer, len(labels))
     session = Session(model, labels, sampling, len(feature_map.schedule) - 1)
-    found = []
+    scores = []
     for k, part in enumerate(feature_map.schedule.split(tokens)):
         logits = session.advance(feature_map, k).float() / (sampling.temperature_at(k) or 1.0)
-        found.append(logits.log_softmax(-1).gather(-1, part[..., None])[..., 0])  # [B, T]
+        scores.append(logits.log_softmax(-1).gather(-1, part[..., None])[..., 0])  # [B, T]
         feature_map.add(ScaleTokens(part))
-    return torch.cat(found, dim=1).mean(1)
+    return torch.cat(scores, dim=1).mean(1)

@@ -176,11 +176,11 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     ) -> tuple[methods.ScalesMethod, str, None]:
         match method:
             case methods.CoDe(n=-1):
-                found = specialised(self.settings)
-                if found is None:
+                specialised_to = specialised(self.settings)
+                if specialised_to is None:
                     made = self.plan(batch, sampling)
-                    found = made.n, made.reason
-                return replace(method, n=found[0]), found[1], None
+                    specialised_to = made.n, made.reason
+                return replace(method, n=specialised_to[0]), specialised_to[1], None
             case methods.Auto():
                 return methods.AR(), "plain decoding: no other method is exact", None
         return method, "", None

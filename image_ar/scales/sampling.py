@@ -82,11 +82,11 @@ class Sampling:
     def settings(self) -> dict[str, object]:
         """The options that shape the distribution, for certificates."""
         hottest = Processor(max(self.by_scale), self.top_k, self.top_p).settings
-        found: dict[str, object] = {**hottest, "temperature": self.temperature, "cfg": self.cfg}
+        settings: dict[str, object] = {**hottest, "temperature": self.temperature, "cfg": self.cfg}
         if self.more_smooth:
-            del found["temperature"]
-            found["more_smooth"] = True
-        return found
+            del settings["temperature"]
+            settings["more_smooth"] = True
+        return settings
 
     @property
     def by_scale(self) -> tuple[float, ...]:

@@ -250,14 +250,14 @@ def forecast(
     scales = len(large.schedule)
     load = (batch, sampling, dtype)
     whole = seconds.of(scales, large.schedule)
-    found = []
+    forecasts = []
     for n in range(scales + 1):
         coarse, fine = range(n), range(n, scales)
         weights = (parameters(large) if coarse else 0) + (parameters(small) if fine else 0)
         peak = max(model_memory(large, coarse, *load), model_memory(small, fine, *load))
         took = seconds.of(n, large.schedule)
-        found.append(Forecast(n, took, weights * dtype.itemsize + peak, whole / took))
-    return found
+        forecasts.append(Forecast(n, took, weights * dtype.itemsize + peak, whole / took))
+    return forecasts
 
 
 def choose_n(

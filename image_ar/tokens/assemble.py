@@ -240,8 +240,8 @@ def _lookup(
             f"drafter prompt-lookup needs a prompt of tokens, which {target.name} has not"
         )
     method = choice.method or methods.PromptLookup(length=_chain(choice, 8))
-    found: Drafter = named(PLACES[choice.drafter])(target, method.ngram, method.length)
-    return found
+    drafter: Drafter = named(PLACES[choice.drafter])(target, method.ngram, method.length)
+    return drafter
 
 
 def _outside(

@@ -39,13 +39,13 @@ def record_of(
     guided = target.guidance if auto.relaxes else target.guidance.branches  # speed knows no scale
     key = (batch, guided, torch.get_num_threads(), target.processor, target.length, auto)
     if key not in parts.records:
-        found = exact_candidates(target, parts)
+        choices = exact_candidates(target, parts)
         if auto.relaxes:
-            found += [Candidate(method) for method in serving(relaxed_methods(), target, parts)]
+            choices += [Candidate(method) for method in serving(relaxed_methods(), target, parts)]
         tv = auto.tv if auto.relaxes else 0.0
         sizes = [sizes_of(network) for network in (target.model, *parts.drafters.values())]
         notes = Notes.of_machine("methods", (__version__, target.name, sizes, key))
-        record = Record(found, batch, tv, now=clock_of(target.device))
+        record = Record(choices, batch, tv, now=clock_of(target.device))
         parts.records[key] = record.remember(notes, fresh)
     return parts.records[key]
 
@@ -104,9 +104,9 @@ def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candida
     jacobi = [
         Candidate(some, known.get(name, 0.0), some.window + 1) for name, some in JACOBI.items()
     ]
-    found = [*trees, *jacobi, Candidate(methods.PromptLookup())]
-    serve = serving([one.method for one in found], target, parts)
-    return [one for one in dict.fromkeys(found) if one.method in serve]
+    candidates = [*trees, *jacobi, Candidate(methods.PromptLookup())]
+    serve = serving([one.method for one in candidates], target, parts)
+    return [one for one in dict.fromkeys(candidates) if one.method in serve]
 
 
 def relaxed_methods() -> list[Method]:
@@ -117,11 +117,11 @@ def relaxed_methods() -> list[Method]:
 
 def serving(some: Sequence[Method], target: DrawingTarget, parts: PictureParts) -> list[Method]:
     """The methods among ``some`` that can draw with ``target``."""
-    found: list[Method] = []
+    usable: list[Method] = []
     for method in some:
         try:
             assemble(method, target, parts)
         except ValueError:  # a small picture, layers that cannot be left out, no drafter
             continue
-        found.append(method)
-    return found
+        usable.append(method)
+    return usable

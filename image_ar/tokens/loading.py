@@ -196,8 +196,8 @@ def from_lantern(state: Mapping[str, Tensor]) -> State:
 
 def _split(key: str) -> tuple[str, str]:
     """``("layers.3.", rest)`` of a layer's name, ``("", name)`` of any other."""
-    found = re.match(r"layers\.\d+\.", key)
-    return ("", key) if found is None else (found[0], key[found.end() :])
+    match = re.match(r"layers\.\d+\.", key)
+    return ("", key) if match is None else (match[0], key[match.end() :])
 
 
 def _rename(name: str, table: Mapping[str, str], key: str) -> str:

@@ -246,10 +246,10 @@ class LlamaGenPictures(TokenPictures):
         """
         grid = tokens.unflatten(1, (self.grid, self.grid))
         rows = grid.clamp(min=0).split(1)
-        found = torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
+        pixels = torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
         cell = self.vq.config.downsampling
         missing = (grid < 0).repeat_interleave(cell, 1).repeat_interleave(cell, 2)
-        return found.masked_fill_(missing[..., None], GREY)
+        return pixels.masked_fill_(missing[..., None], GREY)
 
     pixels = decode_tokens
 
@@ -271,10 +271,10 @@ class LlamaGenPictures(TokenPictures):
             raise ValueError("this model draws classes, give classes=… instead of prompt")
         if self.text_encoder is None:
             raise ValueError("prompt needs from_pretrained(…, text_encoder=FOLDER), that of the T5")
-        found = self.text_encoder(prompt)
-        features = found.condition.to(self.device, self.transformer.dtype)
-        assert found.mask is not None
-        mask = found.mask.to(self.device)
+        encoded = self.text_encoder(prompt)
+        features = encoded.condition.to(self.device, self.transformer.dtype)
+        assert encoded.mask is not None
+        mask = encoded.mask.to(self.device)
         return Prompt(features.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0))
 
 

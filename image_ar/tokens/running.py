@@ -49,8 +49,8 @@ class TokenPictures(PicturePipeline[methods.Method]):
         return Guidance(chosen.cfg, chosen.cfg_interval), processor
 
     def claimed(self, target: Any) -> Mapping[str, object]:
-        found: Mapping[str, object] = target.processor.settings | target.guidance.settings
-        return found
+        settings: Mapping[str, object] = target.processor.settings | target.guidance.settings
+        return settings
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
         """The ``usual`` methods that it has a drafter for; draft-free SJD if there are none."""

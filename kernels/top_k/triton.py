@@ -29,11 +29,11 @@ def _kth_largest(
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # of negatives larger bits are less
     order = tl.where(x != x, MOST, order)  # NaN of either sign
     # the sign first: a step of half the range would not fit into an integer
-    found = tl.where(tl.sum((order >= 0).to(tl.int32)) >= k, 0, LEAST)
+    kth = tl.where(tl.sum((order >= 0).to(tl.int32)) >= k, 0, LEAST)
     for i in tl.static_range(31):
-        larger = found + (1 << (30 - i))
-        found = tl.where(tl.sum((order >= larger).to(tl.int32)) >= k, larger, found)
-    bits = tl.where(found < 0, found ^ 0x7FFFFFFF, found)
+        larger = kth + (1 << (30 - i))
+        kth = tl.where(tl.sum((order >= larger).to(tl.int32)) >= k, larger, kth)
+    bits = tl.where(kth < 0, kth ^ 0x7FFFFFFF, kth)
     tl.store(out_ptr + row, bits.to(tl.float32, bitcast=True))
 
 

@@ -37,14 +37,14 @@ def ragged_attention(
     of nodes that the ``mask`` leaves out are arbitrary.
     """
     grouped = q.shape[1] != keys.shape[1]
-    found = torch.empty_like(q)
+    out = torch.empty_like(q)
     for start, stop, slots, bias in mask.groups:
         k, v = (_seen(x[start:stop], slots, mask.first) for x in (keys, values))
         nodes = bias.shape[2]
-        found[start:stop, :, :nodes] = F.scaled_dot_product_attention(
+        out[start:stop, :, :nodes] = F.scaled_dot_product_attention(
             q[start:stop, :, :nodes], k, v, attn_mask=bias, scale=scale, enable_gqa=grouped
         )
-    return found
+    return out
 
 
 def _seen(x: Tensor, slots: int, first: int) -> Tensor:

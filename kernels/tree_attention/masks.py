@@ -127,19 +127,19 @@ def ragged(bias: Tensor, lengths: Sequence[int], first: int, width: int) -> Tens
     """The additive mask ``bias`` [R, 1, T, S] of a tree from slot ``first`` on, in groups of rows
     where that is quicker. Row r has committed ``lengths[r % B]`` slots, of ``width`` bytes a layer.
     """
-    found: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
     for row in range(len(bias)):
         length = lengths[row % len(lengths)]
-        start, _, most = found[-1] if found else (row, row, 0)
+        start, _, most = blocks[-1] if blocks else (row, row, 0)
         together = (row + 1 - start) * max(most, length)
-        if found and together <= (row - start) * most + length + APART // width:
-            found[-1] = start, row + 1, max(most, length)
+        if blocks and together <= (row - start) * most + length + APART // width:
+            blocks[-1] = start, row + 1, max(most, length)
         else:
-            found.append((row, row + 1, length))
-    if len(found) < 2:
+            blocks.append((row, row + 1, length))
+    if len(blocks) < 2:
         return bias
     groups = []
-    for start, stop, most in found:
+    for start, stop, most in blocks:
         slots = most if 2 * most < first else first  # else nothing is copied
         own = bias[start:stop]
         cut = own if slots == first else torch.cat([own[..., :slots], own[..., first:]], -1)

@@ -94,8 +94,8 @@ def result(names: Sequence[str], lanes: Sequence[Any]) -> str:
     """The line above both sides."""
     if any(lane.out is None for lane in lanes):
         return f'<p class="verdict">Racing … {lanes[0].clock.seconds:.1f} s each</p>'
-    found = verdict(names, [lane.clock.seconds for lane in lanes])
-    return f'<p class="verdict" role="status"><b>{found}</b></p>'
+    verdict_line = verdict(names, [lane.clock.seconds for lane in lanes])
+    return f'<p class="verdict" role="status"><b>{verdict_line}</b></p>'
 
 
 def told(

@@ -110,12 +110,12 @@ class AppModels:
         """For a menu: the methods that this model can run here with streamed answers."""
         pipe = self.get(kind, name)
         registry = methods_of(kind, local(name))
-        found = [method for method in registry if registry.get(method).streams]
+        streaming = [method for method in registry if registry.get(method).streams]
         if kind != "images":
-            return [m for m in found if m in (methods.Auto.name,) or pipe.drafters.has(m)]
-        made = [methods.make(registry, method) for method in found]
+            return [m for m in streaming if m in (methods.Auto.name,) or pipe.drafters.has(m)]
+        made = [methods.make(registry, method) for method in streaming]
         usable = [m.name for m in pipe.runnable(made)]
-        return [m for m in found if m in usable or m == methods.AR.name]
+        return [m for m in streaming if m in usable or m == methods.AR.name]
 
     def start(self, kind: Kind, name: str) -> Start:
         """The initial values of a model's tab."""
@@ -133,8 +133,8 @@ class AppModels:
         if kind != "images":
             return {option: getattr(Options(), option) for option in TEXT_OPTIONS}
         pipe = self.get(kind, name)
-        found = {option: getattr(pipe.settings, option) for option in pipe.sampling_options}
-        return found | dict.fromkeys(pipe.call_options)
+        defaults = {option: getattr(pipe.settings, option) for option in pipe.sampling_options}
+        return defaults | dict.fromkeys(pipe.call_options)
 
 
 def local(name: str) -> str:

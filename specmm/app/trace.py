@@ -50,17 +50,17 @@ def nodes_of(told: DecodedRound) -> list[Node]:
     parents = tree.shape.parents[0].tolist()
     depths = tree.shape.depths[0].tolist()
     path = [node for node in result.path[0].tolist() if node >= 0]
-    found = []
+    nodes = []
     for n, token in enumerate(tree.tokens[0].tolist()):
         if depths[n] > tree.levels:
             continue  # padding after a chain that was cut
         q = None if tree.probs is None else float(tree.probs[0, n, token])
         p = 1.0 if n == 0 else float(probs[0, parents[n], token])
-        found.append(Node(token, parents[n], q, p, accept[n], n in path))
+        nodes.append(Node(token, parents[n], q, p, accept[n], n in path))
     last = path[-1]
     token = int(result.next_token[0])
     p = float(probs[0, last, token])
-    return [*found, Node(token, last, None, p, 1.0, True, drafted=False)]
+    return [*nodes, Node(token, last, None, p, 1.0, True, drafted=False)]
 
 
 def table_of(nodes: Sequence[Node], named: Named) -> str:

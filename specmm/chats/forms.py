@@ -147,8 +147,8 @@ def bytes_of(source: Any) -> bytes:
     return Path(source).read_bytes() if Path(source).is_file() else str(source).encode()
 
 
-def _check_keys(place: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
-    if unread := [key for key in found if key not in known]:
+def _check_keys(place: str, row: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unread := [key for key in row if key not in known]:
         raise ValueError(
             f"{place} has {unread[0]!r}, which is not read; leave it out of the data "
             f"(read are {', '.join(key for key in known if key not in NOTES)})"
@@ -162,14 +162,15 @@ def _entries(row: Mapping[str, Any], talk: str | None) -> list[Any]:
         turns = [*before, ("user", row.get("question"), "assistant", row.get("answer"))]
         pairs = chain.from_iterable((t[:2], t[2:]) for t in turns)
         return [{"role": role, "content": text} for role, text in pairs]
-    found = row[talk]
-    if isinstance(found, Mapping):  # columns, as datasets keeps a list of records
-        found = [
-            dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)
+    entries = row[talk]
+    if isinstance(entries, Mapping):  # columns, as datasets keeps a list of records
+        entries = [
+            dict(zip(entries, values, strict=True))
+            for values in zip(*entries.values(), strict=True)
         ]
-    if not isinstance(found, list):
-        raise Unusable(f"{talk} is {shown(found)}, not a list", f"{talk} is no list")
-    return found
+    if not isinstance(entries, list):
+        raise Unusable(f"{talk} is {shown(entries)}, not a list", f"{talk} is no list")
+    return entries
 
 
 @dataclass
@@ -285,16 +286,16 @@ def _call(call: Any) -> Any:
 def _tools(given: Any) -> list[Any] | None:
     """The tools of a row, which some data keep as a text of JSON."""
     try:
-        found = json.loads(given) if isinstance(given, str) and given else given
+        tools = json.loads(given) if isinstance(given, str) and given else given
     except json.JSONDecodeError as error:
         raise Unusable("tools that are no JSON") from error
-    return list(found) if found else None
+    return list(tools) if tools else None
 
 
 def _listed(row: Mapping[str, Any], kind: str) -> list[Any]:
     """The pictures or videos beside a row's messages."""
-    found = [row[name] for name in (kind, f"{kind}s") if name in row]
-    each = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in found)
+    values = [row[name] for name in (kind, f"{kind}s") if name in row]
+    each = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)
     return [value for value in each if value is not None and value != ""]
 
 
@@ -377,13 +378,11 @@ def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:
 def _array(text: bytes) -> list[Any] | None:
     """The rows of a JSON array; None if ``text`` is JSON lines or a single chat."""
     try:
-        found = json.loads(text.removeprefix(b"\xef\xbb\xbf"))
+        rows = json.loads(text.removeprefix(b"\xef\xbb\xbf"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
-    single = bool(found) and all(
-        isinstance(row, dict) and {"role", "from"} & {*row} for row in found
-    )
-    return [found] if single else found
+    single = bool(rows) and all(isinstance(row, dict) and {"role", "from"} & {*row} for row in rows)
+    return [rows] if single else rows
 
 
 def _parsed(line: bytes) -> Any:

@@ -169,8 +169,8 @@ class ChatReader:
                 )
             last = max(last, text.rfind(mark) if mark and shown else 0)
         head = next((begin for begin, _ in spans if begin > last), len(text))
-        found = self.words(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, places = list(found["input_ids"]), list(found["offset_mapping"])
+        encoded = self.words(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
         begin = next((i for i, (_, end) in enumerate(places) if end > head), len(ids))
         return Written(text, *self._learnt(text, ids, places, spans), head, begin)
 
@@ -178,9 +178,9 @@ class ChatReader:
         """``message`` without its reasoning, where thinking is left out."""
         if self.thinking is not False or message["role"] != "assistant":
             return message
-        found = {key: value for key, value in message.items() if key not in REASONING}
+        visible = {key: value for key, value in message.items() if key not in REASONING}
         text = "".join(part["text"] for part in message["content"]).rpartition(THOUGHT)[2]
-        return {**found, "content": [{"type": "text", "text": text.lstrip()}]}
+        return {**visible, "content": [{"type": "text", "text": text.lstrip()}]}
 
     def _spans(self, messages: list[Message], chat: Chat) -> tuple[str, list[Span]]:
         if self.template is None:
@@ -287,12 +287,12 @@ class ChatReader:
     def verify(self, chat: Chat) -> None:
         """Raise ``ValueError`` if the tokens learnt from ``chat`` do not spell its answers."""
         row = self.written(chat)
-        found = "".join(self.words.decode(row.said).split())
+        decoded = "".join(self.words.decode(row.said).split())
         for message in chat.messages:
             text = "".join(part.get("text", "") for part in message["content"])
             text = text.rpartition(THOUGHT)[2]
             wanted = self.words.decode(self.words(text, add_special_tokens=False)["input_ids"])
-            if message["role"] == "assistant" and "".join(wanted.split()) not in found:
+            if message["role"] == "assistant" and "".join(wanted.split()) not in decoded:
                 raise ValueError(
                     f"{chat.place}: the answer {wanted[:60]!r} is not in what the chat template "
                     f"marks as answers, {self.words.decode(row.said)[:60]!r}; mend the template's "
@@ -349,10 +349,10 @@ class ChatReader:
 
     def said(self, chats: Sequence[Chat]) -> Tensor:
         """How often each token [V] is learnt in ``chats``."""
-        found = torch.zeros(len(self.words), dtype=torch.long)
+        counts = torch.zeros(len(self.words), dtype=torch.long)
         for row in map(self.written, chats):
-            found += torch.bincount(torch.tensor(row.said), minlength=len(found))
-        return found
+            counts += torch.bincount(torch.tensor(row.said), minlength=len(counts))
+        return counts
 
     def answers(
         self, pipe: Any, chats: Sequence[Chat], turns: Sequence[int], **options: Any
@@ -379,11 +379,11 @@ class ChatReader:
         """``chat`` as the model reads it, learnt tokens in green, or in ⟦ and ⟧ without colours."""
         row = self.written(chat)
         opened, closed = ("\033[1;32m", "\033[0m") if colours else ("⟦", "⟧")
-        found = ""
+        page = ""
         for own, each in groupby(zip(row.ids, row.learnt, strict=True), itemgetter(1)):
             text = self.words.decode([token for token, _ in each])
-            found += f"{opened}{text}{closed}" if own else text
-        return found
+            page += f"{opened}{text}{closed}" if own else text
+        return page
 
 
 def _count(chat: Chat, turn: int, kind: str) -> int:

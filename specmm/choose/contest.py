@@ -115,20 +115,20 @@ class _Noted(NamedTuple):
     complete: bool
 
 
-def _parsed(found: Any) -> _Noted:
-    calls, *times = found["sums"]
+def _parsed(notes: Any) -> _Noted:
+    calls, *times = notes["sums"]
     decoded, lasted, spent = map(float, times)
     samples = {
         method: [
             Sample(float(prompt), [float(each)] * int(rounds), float(tokens), float(tv))
             for prompt, each, rounds, tokens, tv in rows
         ]
-        for method, rows in found["samples"].items()
+        for method, rows in notes["samples"].items()
     }
     if not all(x.tokens > 0 and x.rounds for rows in samples.values() for x in rows):
         raise ValueError("a sample of nothing")
     sums = int(calls), decoded, lasted, spent
-    return _Noted(float(found["at"]), sums, samples, found["complete"] is True)
+    return _Noted(float(notes["at"]), sums, samples, notes["complete"] is True)
 
 
 @dataclass
@@ -163,10 +163,10 @@ class Record:
         measurements.
         """
         self.notes = notes
-        found = None if fresh else notes.read(_parsed)
-        if found is not None and time.time() - found.at < RECENT:
-            self.calls, self.decoded, self.lasted, self.spent = found.sums
-            self.noted, self.complete = found.samples, found.complete
+        earlier = None if fresh else notes.read(_parsed)
+        if earlier is not None and time.time() - earlier.at < RECENT:
+            self.calls, self.decoded, self.lasted, self.spent = earlier.sums
+            self.noted, self.complete = earlier.samples, earlier.complete
         return self
 
     def known(self) -> str:
@@ -344,8 +344,8 @@ class Record:
         """The methods that are out of the contest, with the reason."""
         if PLAIN.method not in self.samples:
             return self.failed
-        found = {one: why for one in self.samples if (why := self._leaves(one))}
-        return found | self.failed
+        losers = {one: why for one in self.samples if (why := self._leaves(one))}
+        return losers | self.failed
 
     def _leaves(self, method: Any) -> str:
         """Why ``method`` is out of the contest; "" if it is not."""

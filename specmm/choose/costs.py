@@ -125,11 +125,11 @@ def measured(record: Record) -> Costs | None:
         whole = [sample.stats for sample in record.samples.get(one.method, ()) if sample.stats]
         if not (one.nodes and whole):
             continue
-        found = total(whole)
-        rounds = max(found.batch_rounds, 1)
-        draft[one.levels] = found.draft_seconds / rounds
-        verify[one.nodes] = found.verify_seconds / rounds
-        hosts.append((found.seconds - found.draft_seconds - found.verify_seconds) / rounds)
+        seconds = total(whole)
+        rounds = max(seconds.batch_rounds, 1)
+        draft[one.levels] = seconds.draft_seconds / rounds
+        verify[one.nodes] = seconds.verify_seconds / rounds
+        hosts.append((seconds.seconds - seconds.draft_seconds - seconds.verify_seconds) / rounds)
     if not hosts or PLAIN.method not in record.samples:
         return None
     return Costs(draft, verify, record.each(PLAIN.method), max(statistics.median(hosts), 0.0))

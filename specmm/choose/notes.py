@@ -43,13 +43,13 @@ class Notes:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
-    def write(self, found: Any) -> None:
-        """Write ``found``; a failure is ignored, since the numbers can be measured again."""
+    def write(self, content: Any) -> None:
+        """Write ``content``; a failure is ignored, since the numbers can be measured again."""
         if self.file is None:
             return
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.file, json.dumps(found).encode())
+            write_whole(self.file, json.dumps(content).encode())
         except OSError:
             self.file = None
 

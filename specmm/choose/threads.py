@@ -165,8 +165,8 @@ def _quota() -> float:
             period = (folder / "cpu.cfs_period_us").read_text()
         except OSError:
             return math.inf
-    found = float(limit) if limit.strip() != "max" else -1.0
-    return found / float(period) if found > 0 else math.inf
+    quota = float(limit) if limit.strip() != "max" else -1.0
+    return quota / float(period) if quota > 0 else math.inf
 
 
 @dataclass
@@ -238,10 +238,10 @@ class Products:
             if taken[count] * gain < taken[fastest]:
                 fastest = count
         times = ", ".join(f"{1e3 * taken[count]:.2f} ms by {count}" for count in counts)
-        found = Choice(fastest, f"measured: the network's products take {times}")
+        choice = Choice(fastest, f"measured: the network's products take {times}")
         self.taken, self.at = taken[fastest], time.time()
-        self.notes.write({**found.as_dict(), "taken": self.taken, "at": self.at})
-        return found
+        self.notes.write({**choice.as_dict(), "taken": self.taken, "at": self.at})
+        return choice
 
     @torch.inference_mode()
     def _pass(self, count: int) -> float:
@@ -268,10 +268,10 @@ def _plain(layer: nn.Linear) -> bool:
     return weight.device.type == "cpu" and weight.is_floating_point() and weight.ndim == 2
 
 
-def _parsed(found: Any) -> tuple[Choice, float, float]:
+def _parsed(content: Any) -> tuple[Choice, float, float]:
     """A choice, the seconds of its pass and its time, from a note."""
-    choice = Choice(int(found["threads"]), str(found["threads_reason"]))
-    return choice, float(found["taken"]), float(found["at"])
+    choice = Choice(int(content["threads"]), str(content["threads_reason"]))
+    return choice, float(content["taken"]), float(content["at"])
 
 
 class _Call(local):
@@ -302,8 +302,8 @@ def choose(network: nn.Module, rows: int = 0) -> Choice:
 
     Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number.
     """
-    found = named()
-    if found is None:
+    named_threads = named()
+    if named_threads is None:
         most = allowed()
         if network not in _products:
             rows = rows or getattr(network, "step_rows", ROWS)
@@ -311,9 +311,9 @@ def choose(network: nn.Module, rows: int = 0) -> Choice:
         products = _products[network]
         if most == 1 or not products.layers:
             return Choice(torch.get_num_threads(), "PyTorch's own")
-        found = products.choose(most)
-    torch.set_num_threads(found.count)
-    return found
+        named_threads = products.choose(most)
+    torch.set_num_threads(named_threads.count)
+    return named_threads
 
 
 @contextmanager
@@ -334,8 +334,8 @@ def chosen(network: object) -> Iterator[None]:
         torch.set_num_threads(own)
         several = allowed() > 1
         choose(network)
-        found = _products[network]
-        _call.products = found if found.layers and several else None
+        products = _products[network]
+        _call.products = products if products.layers and several else None
         yield
     finally:
         _call.inside, _call.products = False, None

@@ -87,8 +87,8 @@ class Trace:
         kept = self.kept.float()
         reached = F.pad(kept.sum(-1).cumprod(1)[:, :-1], (1, 0), value=1.0)  # [R, D]
         shares = (reached[..., None] * kept).sum(0) / reached.sum(0).clamp(min=1e-9)[:, None]
-        found: list[list[float]] = (shares / shares.sum(-1, keepdim=True).clamp(min=1)).tolist()
-        return found
+        table: list[list[float]] = (shares / shares.sum(-1, keepdim=True).clamp(min=1)).tolist()
+        return table
 
     def by_context(self) -> dict[int, float]:
         """The share of likeliest first drafts that are accepted, by the length of the text before
@@ -135,14 +135,14 @@ class Trace:
                 raise ValueError("other tensors")
             if told.get("version") != str(VERSION):
                 raise ValueError(f"one of version {told.get('version')}")
-            found = cls(**tensors, facts=json.loads(told["facts"]))
-            found._check()
+            trace = cls(**tensors, facts=json.loads(told["facts"]))
+            trace._check()
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file} must be a trace of version {VERSION}, as specmm doctor --trace writes it, "
                 f"got {_said(error)}"
             ) from error
-        return found
+        return trace
 
     def _check(self) -> None:
         """Raise ``ValueError`` for impossible probabilities and counts."""
@@ -172,7 +172,7 @@ def costs_of(file: Path) -> dict[int, Costs]:
     """
     if not file.is_file():
         raise FileNotFoundError(f"there must be costs at {file}, got no file")
-    found: dict[int, Costs] = {}
+    costs: dict[int, Costs] = {}
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
         for record in read if isinstance(read, list) else [read]:
@@ -182,12 +182,12 @@ def costs_of(file: Path) -> dict[int, Costs]:
                     {int(k): float(v) for k, v in own[n].items()} for n in ("draft", "verify")
                 )
                 made = Costs(draft, verify, float(own["step"]), float(own.get("host", 0.0)))
-                found[int(record.get("batch", 1))] = made
+                costs[int(record.get("batch", 1))] = made
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} must hold seconds of draft, verify and step as specmm plan --json prints "
             f"them, got {error}"
         ) from error
-    if not found:
+    if not costs:
         raise ValueError(f"{file} must hold the costs of a plan, got none")
-    return found
+    return costs

@@ -101,8 +101,8 @@ class Work:
         """The seconds that a compiled picture saves; that it saves none is only believed after
         ``TRIES`` batches, in each process anew.
         """
-        found = self.seconds.saved
-        return found if found > 0 or self.tried >= TRIES else self.seconds.usual
+        saved = self.seconds.saved
+        return saved if saved > 0 or self.tried >= TRIES else self.seconds.usual
 
     def pays(self, pictures: int) -> bool:
         """Whether programs pay for the next ``pictures``, given those drawn by this process."""
@@ -146,10 +146,10 @@ class Work:
         self.notes.write(asdict(known))
 
 
-def _parsed(found: Any) -> Seconds:
+def _parsed(content: Any) -> Seconds:
     """The seconds from a note."""
-    names = [name for name in Seconds.__dataclass_fields__ if found.get(name) is not None]
-    return Seconds(**{name: float(found[name]) for name in names})
+    names = [name for name in Seconds.__dataclass_fields__ if content.get(name) is not None]
+    return Seconds(**{name: float(content[name]) for name in names})
 
 
 class Works:

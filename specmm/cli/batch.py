@@ -187,20 +187,20 @@ def _verify(jobs: Path, out: Path, as_json: bool) -> None:
     from specmm.jobs.verify import verify
 
     with reached(out):
-        found = vars(verify(out, read_items(jobs, read_spec(out).seed)))
-    problems = found["problems"]
+        counts = vars(verify(out, read_items(jobs, read_spec(out).seed)))
+    problems = counts["problems"]
     if as_json:
-        emit(found)
+        emit(counts)
     else:
-        typer.echo(f"{_counts(found)}, {found['left']} left")
+        typer.echo(f"{_counts(counts)}, {counts['left']} left")
         typer.echo("\n".join(problems) or "every file is whole and belongs to one item")
         if problems:
             say("the job's command with --repair makes damaged and missing results again")
     raise typer.Exit(1 if problems else 0)
 
 
-def _counts(found: dict[str, Any]) -> str:
-    return f"{found['done']} of {found['items']} items done, {found['failed']} set aside"
+def _counts(counts: dict[str, Any]) -> str:
+    return f"{counts['done']} of {counts['items']} items done, {counts['failed']} set aside"
 
 
 def _status(folder: Path, as_json: bool) -> None:
@@ -208,16 +208,16 @@ def _status(folder: Path, as_json: bool) -> None:
     from specmm.jobs.verify import status
 
     with reached(folder):
-        found = status(folder)
+        report = status(folder)
     if as_json:
-        return emit(found)
-    typer.echo(f"{_counts(found)}, {found['left']} left")
-    if found["seconds_left"]:
-        left = timedelta(seconds=round(found["seconds_left"]))
-        workers = f"{found['workers']} worker{'s' * (found['workers'] != 1)}"
-        typer.echo(f"{found['rate']:.2f} a second lately by {workers}, {left} left at that rate")
-    if found["seconds_since_last"] is not None:
-        since = timedelta(seconds=round(found["seconds_since_last"]))
+        return emit(report)
+    typer.echo(f"{_counts(report)}, {report['left']} left")
+    if report["seconds_left"]:
+        left = timedelta(seconds=round(report["seconds_left"]))
+        workers = f"{report['workers']} worker{'s' * (report['workers'] != 1)}"
+        typer.echo(f"{report['rate']:.2f} a second lately by {workers}, {left} left at that rate")
+    if report["seconds_since_last"] is not None:
+        since = timedelta(seconds=round(report["seconds_since_last"]))
         typer.echo(f"the last result came {since} ago")
 
 

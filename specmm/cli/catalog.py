@@ -66,14 +66,14 @@ def _said(rule: object) -> str:
 
 def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
     """For each method by name, its claim and the first line of its docstring."""
-    found = {}
+    described = {}
     for name in kinds:
         method = kinds.get(name)
         line = (method.__doc__ or "").splitlines()[0].replace("``", "`")
         if method.here:
             line += f" (Here {method.here}.)"
-        found[name] = (method.claims, re.sub(r":class:`(\w+)`", r"\1", line))
-    return found
+        described[name] = (method.claims, re.sub(r":class:`(\w+)`", r"\1", line))
+    return described
 
 
 def _drafts(name: str) -> bool:
@@ -101,15 +101,15 @@ def zoo(
     shipped = pocket_models()
     if name is not None and name not in shipped:
         raise unknown("pocket model", name, shipped)
-    found = [_card(one) for one in ([name] if name else shipped)]
+    cards = [_card(one) for one in ([name] if name else shipped)]
     if as_json:
-        return emit(found[0] if name else found)
-    if not found:
+        return emit(cards[0] if name else cards)
+    if not cards:
         return typer.echo("no pocket models in this installation")
     if name is None:
-        return typer.echo(table([HEAD, *map(_short, found)]) + "\n" + HINT)
-    typer.echo(_model_lines(found[0]))
-    if named := found[0]["classes"]:
+        return typer.echo(table([HEAD, *map(_short, cards)]) + "\n" + HINT)
+    typer.echo(_model_lines(cards[0]))
+    if named := cards[0]["classes"]:
         lines = textwrap.wrap(", ".join(named), WIDTH, break_on_hyphens=False)
         typer.echo("\n  ".join([f"  classes, by id from 0 to {len(named) - 1}:", *lines]))
 

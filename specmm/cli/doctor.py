@@ -57,18 +57,18 @@ def doctor(
         if trace is not None:
             case.trace(temperature).save(trace)
             say(f"{trace} written, for specmm plan --trace {trace} --costs FILE")
-        found, place = case.diagnosis(), str(case.place)
+        diagnosis, place = case.diagnosis(), str(case.place)
     if as_json:
-        return emit(_facts(found, place))
-    for line in _lines(found, place):
+        return emit(_facts(diagnosis, place))
+    for line in _lines(diagnosis, place):
         typer.echo(line)
 
 
-def _facts(found: Diagnosis, place: str) -> dict[str, object]:
-    own, best = found.own, found.best
+def _facts(diagnosis: Diagnosis, place: str) -> dict[str, object]:
+    own, best = diagnosis.own, diagnosis.best
     changes = [
-        {"change": change.named, "hint": change.hint, "tau": other.tau, "sampled": other.sampled}
-        for change, other in found.changes
+        {"change": change.named, "hint": change.hint, "tau": one.tau, "sampled": one.sampled}
+        for change, one in diagnosis.changes
     ]
     return {
         "drafter": place,
@@ -80,27 +80,27 @@ def _facts(found: Diagnosis, place: str) -> dict[str, object]:
         "change": None if best is None else best[0].named,
         "changes": changes,
         "asked": [
-            {"how": how, "tau": other.tau, "sampled": other.sampled} for how, other in found.asked
+            {"how": how, "tau": one.tau, "sampled": one.sampled} for how, one in diagnosis.asked
         ],
     }
 
 
-def _lines(found: Diagnosis, place: str) -> Iterator[str]:
-    own, best = found.own, found.best
+def _lines(diagnosis: Diagnosis, place: str) -> Iterator[str]:
+    own, best = diagnosis.own, diagnosis.best
     count = int(own.seen.long.sum())
     yield f"{place}, on {len(own.seen.tokens)} answers of its target ({count} tokens, greedy)"
     yield f"  tokens a round: {own.tau:.2f} greedy, {own.sampled:.2f} at T = 1"
     yield f"  drafts kept by depth: {' '.join(f'{x:.0%}' for x in own.by_depth)}"
     yield f"  first drafts kept: {', '.join(f'{n} {x:.0%}' for n, x in own.parts().items())}"
     rows = [("read otherwise", "tokens a round", "at T = 1")]
-    for change, other in found.changes[:SHOWN]:
+    for change, other in diagnosis.changes[:SHOWN]:
         rows.append((change.named, f"{other.tau:.2f}", f"{other.sampled:.2f}"))
     yield table(rows)
-    if found.asked:
+    if diagnosis.asked:
         rows = [("asked otherwise", "tokens a round", "at T = 1")]
-        rows += [(how, f"{one.tau:.2f}", f"{one.sampled:.2f}") for how, one in found.asked]
+        rows += [(how, f"{one.tau:.2f}", f"{one.sampled:.2f}") for how, one in diagnosis.asked]
         yield table(rows)
-    if (better := found.better_asked) is not None:
+    if (better := diagnosis.better_asked) is not None:
         yield f"It keeps more of answers to questions {better[0]}: it may have learnt from such."
     if best is not None:
         yield f"Read it with {best[0].named}: {best[0].hint}."

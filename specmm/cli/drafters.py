@@ -37,10 +37,10 @@ def inspect(folder: Folder, target: Target = None, as_json: Json = False) -> Non
     from specmm.hf.drafters.inspection import inspect as read
 
     with stdout_reserved():
-        found = read(folder, target)
+        inspection = read(folder, target)
     if as_json:
-        return emit(found.as_dict())
-    for line in _lines(found, target):
+        return emit(inspection.as_dict())
+    for line in _lines(inspection, target):
         typer.echo(line)
 
 
@@ -59,22 +59,22 @@ def export(
         say(made["note"])
 
 
-def _lines(found: Inspection, target: str | None) -> list[str]:
-    lines = [f"{found.folder}", f"  {found.format}"]
-    lines += [f"  {does:9} by {', '.join(names)}" for does, names in found.takes.items()]
-    if found.methods:
-        drafts = "drafts by" if found.takes else "methods"
-        lines.append(f"  {drafts:9} {', '.join(found.methods)}")
-    if said := _target_line(found.wanted.__dict__):
+def _lines(inspection: Inspection, target: str | None) -> list[str]:
+    lines = [f"{inspection.folder}", f"  {inspection.format}"]
+    lines += [f"  {does:9} by {', '.join(names)}" for does, names in inspection.takes.items()]
+    if inspection.methods:
+        drafts = "drafts by" if inspection.takes else "methods"
+        lines.append(f"  {drafts:9} {', '.join(inspection.methods)}")
+    if said := _target_line(inspection.wanted.__dict__):
         lines.append(f"  target    {said}")
-    if found.sizes:
-        lines.append(f"  sizes     {', '.join(f'{k} {v}' for k, v in found.sizes.items())}")
-    lines.append(f"  use       {found.use}")
-    lines += [f"  note      {note}" for note in found.notes]
-    if found.misfits is not None:
-        fits = "fits" if not found.misfits else "does not fit"
-        lines.append(f"  {fits} {target}" + "".join(f"; {why}" for why in found.misfits))
-    for one in found.drafters:
+    if inspection.sizes:
+        lines.append(f"  sizes     {', '.join(f'{k} {v}' for k, v in inspection.sizes.items())}")
+    lines.append(f"  use       {inspection.use}")
+    lines += [f"  note      {note}" for note in inspection.notes]
+    if inspection.misfits is not None:
+        fits = "fits" if not inspection.misfits else "does not fit"
+        lines.append(f"  {fits} {target}" + "".join(f"; {why}" for why in inspection.misfits))
+    for one in inspection.drafters:
         lines += [f"  {line}" for line in _lines(one, None)]
     return lines
 

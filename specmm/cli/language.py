@@ -87,25 +87,25 @@ class Settings:
             option = f"--{name.replace('_', '-')}"
             say(f"{option} changes nothing at temperature 0; give --temperature 1 to sample")
         self.drawn = secrets.randbelow(2**31) if self.seed is None else self.seed
-        found = {**given, **own, **self._spelled()}
-        found |= {"stop": list(self.stop)} if self.stop else {}
-        found["seed"] = self.drawn
+        options = {**given, **own, **self._spelled()}
+        options |= {"stop": list(self.stop)} if self.stop else {}
+        options["seed"] = self.drawn
         if self.messages is not None:
-            found["messages"] = _chats(self.messages)
-        return found | {"compiled": compiled_as(self.compiled, self.compile_all)}
+            options["messages"] = _chats(self.messages)
+        return options | {"compiled": compiled_as(self.compiled, self.compile_all)}
 
     def _spelled(self) -> dict[str, Any]:
         """The grammar of a call, if one is given; raises ``ValueError`` for two of them."""
         given = {name: getattr(self, name) for name in ("json_schema", "regex", "grammar")}
-        found = {name: text for name, text in given.items() if text is not None}
-        if len(found) > 1:
-            names = ", ".join("--" + name.replace("_", "-") for name in found)
+        texts = {name: text for name, text in given.items() if text is not None}
+        if len(texts) > 1:
+            names = ", ".join("--" + name.replace("_", "-") for name in texts)
             raise ValueError(f"give one of {names}; an answer is spelled by one")
-        if not found:
+        if not texts:
             return {}
         from specmm import structured
 
-        ((name, text),) = found.items()
+        ((name, text),) = texts.items()
         return {"grammar": getattr(structured, name)(text)}
 
     def run(
@@ -269,10 +269,10 @@ def _reading(pipe: Any, options: dict[str, Any]) -> Any:
 def _chats(file: Path) -> Any:
     """The messages in a JSON ``file``."""
     try:
-        found = json.loads(file.read_text())
+        chats = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} must hold JSON, got: {error}") from error
-    return found["messages"] if isinstance(found, dict) and "messages" in found else found
+    return chats["messages"] if isinstance(chats, dict) and "messages" in chats else chats
 
 
 def _several(options: dict[str, Any]) -> bool:

@@ -91,12 +91,12 @@ def compiled_as(text: str | None, always: bool) -> bool | Literal["auto"]:
     """
     if text is None:
         return always
-    found: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
-    if text not in found:
+    meanings: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
+    if text not in meanings:
         raise ValueError(f"--compiled must be true, false or auto, got {text}")
     if always and text != "true":
         raise ValueError(f"--compile is --compiled true, got --compiled {text}; leave one out")
-    return found[text]
+    return meanings[text]
 
 
 def with_fields(

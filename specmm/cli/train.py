@@ -63,13 +63,13 @@ def train(
     named += [f"{key}={value}" for key, value in (("loss", loss), ("out", out)) if value]
     settings = _pairs([*(given or []), *map(_setting, rest), *named])
     with stdout_reserved():
-        found = recipe.having(settings).run()
+        metrics = recipe.having(settings).run()
     if rank()[0]:
         return None  # the first process says it
     if as_json:
-        return emit(found)
-    what = " of ".join(str(found[k]) for k in ("kind", "model") if k in found)
-    say(f"trained {what}, {found['steps']} steps: {', '.join(found['outputs'])}")
+        return emit(metrics)
+    what = " of ".join(str(metrics[k]) for k in ("kind", "model") if k in metrics)
+    say(f"trained {what}, {metrics['steps']} steps: {', '.join(metrics['outputs'])}")
 
 
 def _listed(file: Path) -> tuple[str, str]:

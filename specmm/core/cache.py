@@ -187,11 +187,11 @@ class TreeBiases:
 
     def once(self, ancestors: Tensor, make: Callable[[], TreeBias]) -> TreeBias:
         """The mask of ``ancestors``; if there is none, ``make`` makes it in place of the oldest."""
-        found = self.find(ancestors)
-        if found is None:
-            found = make()
-            self._kept = [*self._kept, found][-self.MOST :]
-        return found
+        bias = self.find(ancestors)
+        if bias is None:
+            bias = make()
+            self._kept = [*self._kept, bias][-self.MOST :]
+        return bias
 
 
 NEAR = 16  # slots by which the front moves: masks are kept as long as it stays

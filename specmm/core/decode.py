@@ -147,8 +147,8 @@ class Progress:
 
     def ended(self) -> list[int]:
         """The rows that have all their tokens."""
-        found: list[int] = (self.counts >= self.limits).nonzero()[:, 0].tolist()
-        return found
+        rows: list[int] = (self.counts >= self.limits).nonzero()[:, 0].tolist()
+        return rows
 
     def take(self, tokens: Tensor, kept: Tensor) -> Tensor:
         """Commit the first ``kept`` [B] of ``tokens`` [B, D + 1], as far as a row needs them.
@@ -446,10 +446,10 @@ def check_output(output: TargetOutput, name: str, round_number: int = 0) -> None
 
 def room(tokens: int) -> int:
     """Room for ``tokens``: the next power of two of ``ROOM``."""
-    found = ROOM
-    while found < tokens:
-        found *= 2
-    return found
+    slots = ROOM
+    while slots < tokens:
+        slots *= 2
+    return slots
 
 
 def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> Progress:

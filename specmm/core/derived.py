@@ -142,15 +142,15 @@ def digest(network: nn.Module) -> str:
     rows and columns of their bytes, which distinguish networks that
     :func:`specmm.loading.checkpoints.fingerprint` does not.
     """
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        sha.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
         for part in _plain(tensor):
             if part.numel() and not part.is_meta:
                 rows, _ = _rows(part)
                 for sums in (_summed(rows), rows.sum(0, dtype=torch.int64)):
-                    found.update(sums.cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
+                    sha.update(sums.cpu().numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
@@ -171,8 +171,8 @@ def fact(network: nn.Module, name: object, find: Callable[[], T]) -> T:
     known = facts(network)
     if name not in known:
         known[name] = find()
-    found: T = known[name]
-    return found
+    value: T = known[name]
+    return value
 
 
 def facts(network: nn.Module) -> dict[Any, Any]:
@@ -217,11 +217,11 @@ def form_of(network: nn.Module) -> list[Any]:
     plain numbers and texts among the attributes of the network and of its config.
     """
     first = next(network.parameters(), None)
-    found: list[Any] = [] if first is None else [first.dtype, first.device]
+    form: list[Any] = [] if first is None else [first.dtype, first.device]
     for config in _configs(network):
-        found += [x for x in vars(config).items() if type(x[1]) in NUMBERS]
+        form += [x for x in vars(config).items() if type(x[1]) in NUMBERS]
     for hooks in (_global_forward_hooks, _global_forward_pre_hooks):  # of all modules there are
-        found += hooks.keys()
+        form += hooks.keys()
     classes, seen = set(), set()
     left = [network]
     while left:  # faster than network.modules()
@@ -232,17 +232,17 @@ def form_of(network: nn.Module) -> list[Any]:
         classes.add(type(module))
         own = module.__dict__
         left += filter(None, own["_modules"].values())
-        found.append(ref(module))
+        form.append(ref(module))
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             if hooks:  # by numbers that PyTorch gives to no other hook
-                found += [key for key, hook in hooks.items() if not of_ours(hook)]
+                form += [key for key, hook in hooks.items() if not of_ours(hook)]
         if "forward" in own:
-            found.append(_mark(own["forward"]))
-    found += [(kind, _mark(kind.forward)) for kind in sorted(classes, key=id)]
+            form.append(_mark(own["forward"]))
+    form += [(kind, _mark(kind.forward)) for kind in sorted(classes, key=id)]
     for key, value in vars(network).items():
         if key not in PARTS and (mark := _mark(value)) is not None:
-            found += (key, mark)
-    return found
+            form += (key, mark)
+    return form
 
 
 def _configs(network: nn.Module) -> list[Any]:

@@ -54,7 +54,7 @@ class Feedback:
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the next round may read, by name, without fixed tree shapes."""
         tree, result = self.drafted
-        found = {
+        tensors = {
             "probs": self.output.probs,
             "hidden": self.output.hidden,
             "token": self.token,
@@ -70,7 +70,7 @@ class Feedback:
             "accepted": self.accepted,
             "checks": self.checks,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in tensors.items() if value is not None}
 
     def held(self, by: Mapping[str, Tensor]) -> Feedback:
         """The same feedback with the tensors ``by`` name in place of its own."""
@@ -99,8 +99,8 @@ class Feedback:
 
     def _each_row(self, change: Callable[[Tensor], Tensor]) -> Feedback:
         shared = ("checks", "parents") if self.drafted[0].shape.shared else ("checks",)
-        found = self.tensors()
-        return self.held({k: x if k in shared else change(x) for k, x in found.items()})
+        tensors = self.tensors()
+        return self.held({k: x if k in shared else change(x) for k, x in tensors.items()})
 
     def continued(self, there: Tensor) -> Tensor:
         """``there`` [B, n] bool with False for rows that have just started."""

@@ -25,5 +25,5 @@ class Late:
         """The numbers, waited for if need be."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        found: list[float] = self.values.flatten().tolist()
-        return found
+        numbers: list[float] = self.values.flatten().tolist()
+        return numbers

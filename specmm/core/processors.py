@@ -43,10 +43,10 @@ class History:
 
     def rows(self, some: Tensor) -> History:
         """The history of ``some`` rows [n] alone."""
-        found = copy.copy(self)
+        history = copy.copy(self)
         for name in self.state:
-            setattr(found, name, getattr(self, name)[some])
-        return found
+            setattr(history, name, getattr(self, name)[some])
+        return history
 
     def join(self) -> None:
         """Add an empty row at the end."""
@@ -84,8 +84,8 @@ class History:
 
     def answer(self, row: int) -> list[int]:
         """The committed tokens of a row after its prompt."""
-        found: list[int] = self.sequence(row)[int(self.prompts[row]) :].tolist()
-        return found
+        tokens: list[int] = self.sequence(row)[int(self.prompts[row]) :].tolist()
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,14 @@ class Processor:
         largest logit, which temperature 0 takes. ``top_p`` keeps ties, of which transformers cuts
         some, by their order.
         """
-        found: dict[str, float | str] = {"temperature": self.temperature}
+        settings: dict[str, float | str] = {"temperature": self.temperature}
         if self.top_k > 0 and not self.greedy:
-            found["top_k"] = self.top_k
+            settings["top_k"] = self.top_k
         if self.top_p < 1 and not self.greedy:
-            found |= {"top_p": self.top_p, "top_p_ties": "kept"}
+            settings |= {"top_p": self.top_p, "top_p_ties": "kept"}
         if self.repetition_penalty != 1:
-            found["repetition_penalty"] = self.repetition_penalty
-        return found
+            settings["repetition_penalty"] = self.repetition_penalty
+        return settings
 
     @property
     def greedy(self) -> bool:

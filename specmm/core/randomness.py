@@ -101,9 +101,9 @@ class Uniforms:
         return taken
 
     def ahead(self, count: int) -> Tensor:
-        found = self.draw(count)
+        drawn = self.draw(count)
         self._used -= count
-        return found
+        return drawn
 
     def start_row(self, row: int, generator: torch.Generator) -> Tensor:
         self.generators[row] = generator

@@ -55,9 +55,9 @@ def by_chunks(x: Tensor, k: int, chunks: int) -> tuple[Tensor, Tensor]:
     """:func:`largest` by C = ``chunks`` of V / C numbers, of which each has at least ``k``."""
     width = x.shape[-1] // chunks
     each = x.unflatten(-1, (chunks, width)).topk(k)  # [..., C, k]
-    values, found = each.values.flatten(-2).topk(k)
-    places = each.indices.flatten(-2).gather(-1, found)
-    return values, places + found // k * width
+    values, indices = each.values.flatten(-2).topk(k)
+    places = each.indices.flatten(-2).gather(-1, indices)
+    return values, places + indices // k * width
 
 
 def by_columns(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -72,8 +72,8 @@ def by_columns(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values, places
     groups = x.reshape(len(x), COLUMN, columns)
     chosen = groups.amax(1).topk(k, sorted=False).indices
-    values, found = groups.gather(2, chosen[:, None].expand(-1, COLUMN, -1)).flatten(1).topk(k)
-    return values, found // k * columns + chosen.gather(1, found % k)
+    values, indices = groups.gather(2, chosen[:, None].expand(-1, COLUMN, -1)).flatten(1).topk(k)
+    return values, indices // k * columns + chosen.gather(1, indices % k)
 
 
 def by_numpy(x: Tensor) -> bool:

@@ -118,10 +118,10 @@ class Stats:
 
 def total(parts: Sequence[Stats]) -> Stats:
     """The sum of all ``parts`` (at least one), of their class, which may count more."""
-    found = type(parts[0])()
+    summed = type(parts[0])()
     for part in parts:
-        found.add(part)
-    return found
+        summed.add(part)
+    return summed
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ class computed_once(Generic[T]):
         """The result of ``make``, stored in ``shape`` for later reads."""
         if shape is None:
             return self  # type: ignore[return-value]
-        found = self.make(shape)
-        setattr(shape, self.name, found)
-        return found
+        value = self.make(shape)
+        setattr(shape, self.name, value)
+        return value
 
 
 class TreeShape:
@@ -57,8 +57,8 @@ class TreeShape:
         """``make(self)``, computed at the first call with ``name``."""
         if name not in self._made:
             self._made[name] = make(self)
-        found: T = self._made[name]
-        return found
+        value: T = self._made[name]
+        return value
 
     def to(self, device: torch.device | str) -> TreeShape:
         """This shape on ``device``."""
@@ -110,8 +110,8 @@ class TreeShape:
 
     def parents_of(self, row: int) -> list[int]:
         """The parent of each node of a ``row``, -1 for the root."""
-        found: list[int] = self.parents[row if len(self.parents) > 1 else 0].tolist()
-        return found
+        parents: list[int] = self.parents[row if len(self.parents) > 1 else 0].tolist()
+        return parents
 
     @property
     def size(self) -> int:

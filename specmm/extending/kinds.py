@@ -75,8 +75,8 @@ def texts_of(name: str, given: object) -> list[str]:
     # what has no order, or numbers in one, is no list of texts
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, Set))
     several = several and getattr(given, "ndim", 1) > 0
-    found: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
-    for text in found:
+    texts: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
+    for text in texts:
         if not isinstance(text, str):
             raise ValueError(
                 f"{name} must be a text or a list of texts, got {shown(text)}{_of_chats(text)}"
@@ -88,7 +88,7 @@ def texts_of(name: str, given: object) -> list[str]:
                 f"{name} must be letters of Unicode, got half a surrogate pair; decode the bytes "
                 "that it comes from with errors='replace'"
             ) from error
-    return found
+    return texts
 
 
 def _of_chats(value: object) -> str:

@@ -84,8 +84,8 @@ def with_own(registry: Registry, method: Any, drafter: Any) -> tuple[Any, Any]:
 def usual_tree(spec: object) -> Tree:
     """The tree that the drafter of ``spec`` declares as its default."""
     thing = OTHERS[parse_spec(spec)[0]] if isinstance(spec, str) else spec
-    found: Tree = getattr(whole(thing), "tree", USUAL)
-    return found
+    tree: Tree = getattr(whole(thing), "tree", USUAL)
+    return tree
 
 
 def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDrafter:

@@ -85,15 +85,15 @@ def stored_dtype(files: Iterable[Path]) -> torch.dtype | None:
     """The dtype of all weights in safetensors ``files``, from their headers; None if there are
     none, they differ, or a header cannot be read.
     """
-    found = set()
+    dtypes = set()
     for file in files:
         try:
             with safe_open(file, "pt") as weights:
                 names = weights.keys()
-                found |= {weights.get_slice(name).get_dtype() for name in names}
+                dtypes |= {weights.get_slice(name).get_dtype() for name in names}
         except (OSError, SafetensorError):  # whoever reads it says what is wrong
             return None
-    return STORED.get(found.pop()) if len(found) == 1 else None
+    return STORED.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def _read_safetensors(file: Path) -> State:
@@ -163,18 +163,18 @@ def _kind(tree: object) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in ``file``; raises ``ValueError`` naming the file when it is no JSON object."""
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} must be JSON, got: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold an object, got a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold an object, got a {type(content).__name__}")
+    return content
 
 
 def embeddings_of(model: Any) -> Tensor:
     """The input embeddings [V, C] of a ``model`` of transformers."""
-    found: Tensor = model.get_input_embeddings().weight
-    return found
+    weight: Tensor = model.get_input_embeddings().weight
+    return weight
 
 
 def fingerprint(*weights: Tensor) -> str:
@@ -187,7 +187,7 @@ def fingerprint(*weights: Tensor) -> str:
 
 
 def check_fingerprint(found: str | None, wanted: str, source: object) -> None:
-    """Raise ``ValueError`` unless ``found``, the target of ``source``'s drafter, is ``wanted``."""
+    """Raise ``ValueError`` unless ``found``, the fingerprint in ``source``, is ``wanted``."""
     if found != wanted:
         raise ValueError(
             f"drafter must be of this target ({wanted}), got one of {found} in {source}; "
@@ -249,11 +249,11 @@ def check_names(
 ) -> None:
     """Raise one ``ValueError`` for all names in ``problems``, grouped by problem, if any."""
     if any(problems.values()):
-        found = "; ".join(
+        differences = "; ".join(
             f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names
         )
         raise FileError(
-            source, f"must hold exactly the weights of the {kind}, got {found}; {advice}"
+            source, f"must hold exactly the weights of the {kind}, got {differences}; {advice}"
         )
 
 
@@ -267,9 +267,9 @@ def check_weights(state: Mapping[str, Tensor], source: str | Path = "checkpoint"
 
 
 def _finite(x: Tensor) -> bool:
-    found = bool(torch.stack(x.aminmax()).isfinite().all())
+    finite = bool(torch.stack(x.aminmax()).isfinite().all())
     mapped.give_back(x)
-    return found
+    return finite
 
 
 def some_names(names: Collection[str]) -> str:

@@ -255,10 +255,10 @@ def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False
     """
     if not _is_others(layer):
         return _multiplied(layer, x, bias, gelu)
-    found: Tensor = layer(x)
+    output: Tensor = layer(x)
     if bias is not layer.bias:
-        found = found + (0 if bias is None else bias) - (0 if layer.bias is None else layer.bias)
-    return F.gelu(found, approximate="tanh") if gelu else found
+        output = output + (0 if bias is None else bias) - (0 if layer.bias is None else layer.bias)
+    return F.gelu(output, approximate="tanh") if gelu else output
 
 
 def _multiplied(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
@@ -269,8 +269,8 @@ def _multiplied(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = F
         return _plain(layer, x, bias, gelu)
     weight = layer.weight if packed is None else packed
     activation, variant = ("gelu", "tanh") if gelu else ("none", "")
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], variant)
-    return found
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], variant)
+    return output
 
 
 def _is_others(layer: nn.Module) -> bool:
@@ -280,8 +280,8 @@ def _is_others(layer: nn.Module) -> bool:
 
 
 def _plain(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    found = F.linear(x, layer.weight, bias)
-    return F.gelu(found, approximate="tanh") if gelu else found
+    output = F.linear(x, layer.weight, bias)
+    return F.gelu(output, approximate="tanh") if gelu else output
 
 
 def _fuses(layer: nn.Linear, x: Tensor) -> bool:

@@ -96,13 +96,13 @@ def _mappings(file: Path) -> list[tuple[int, int]]:
     if sys.platform != "linux" or not MAPS.is_file():
         return []
     name = str(file.resolve())
-    found = []
+    mappings = []
     for line in MAPS.read_text().splitlines():
         parts = line.split(maxsplit=5)
         if len(parts) == 6 and parts[5] == name:
             start, _, end = parts[0].partition("-")
-            found.append((int(start, 16), int(end, 16)))
-    return found
+            mappings.append((int(start, 16), int(end, 16)))
+    return mappings
 
 
 def give_back(tensor: Tensor) -> None:

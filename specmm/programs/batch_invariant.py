@@ -76,8 +76,8 @@ def attention(
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             # the queries added may attend everything
             attn_mask = F.pad(attn_mask, more, value=attn_mask.dtype == torch.bool)
-    found = F.scaled_dot_product_attention(query, key, value, attn_mask, *given, **options)
-    return found[..., :queries, :]
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask, *given, **options)
+    return output[..., :queries, :]
 
 
 def fused(x: Tensor, weight: Tensor, *given: Any) -> Tensor:

@@ -166,8 +166,8 @@ def looped(
     loop. They must share no memory with other inputs of ``play``.
     """
     if torch.compiler.is_compiling():
-        found: tuple[Any, ...] = while_loop(going, play, state)
-        return found
+        final: tuple[Any, ...] = while_loop(going, play, state)
+        return final
     while bool(going(*state)):
         state = play(*state)
     return state

@@ -110,17 +110,17 @@ class RecordedRound:
             raise NotRecorded("rounds take different numbers of uniforms")
         shape = done.drafted[0].shape
         done.fresh = torch.zeros_like(self.given["fresh"])
-        found = done.tensors()
+        tensors = done.tensors()
         same = shape is self.shape or not (shape.fixed or self.shape.fixed)
-        if not same or list(found) != list(self.given):
+        if not same or list(tensors) != list(self.given):
             raise NotRecorded("rounds have trees of different kinds")
         memory = {x.untyped_storage().data_ptr() for x in self.given.values()}
-        for name, x in found.items():
+        for name, x in tensors.items():
             if x.shape != self.given[name].shape:
                 raise NotRecorded(f"{name} of one round has another shape than that of the next")
             if x.untyped_storage().data_ptr() in memory:  # another's place may be written first
-                found[name] = x.clone()
-        copy_all(list(self.given.values()), list(found.values()))
+                tensors[name] = x.clone()
+        copy_all(list(self.given.values()), list(tensors.values()))
         self.done = done
 
     def serves(self, parts: Parts, feedback: Feedback, progress: Progress) -> bool:
@@ -191,13 +191,13 @@ class GraphRound:
         if feedback.fresh is None:
             feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
         with clock("verify"):
-            found = self.recorded
-            if found is None or not found.serves(parts, feedback, progress):
-                found = self._try_to_record(parts, feedback, progress, uniforms)
-            if found is not None:
-                self.recorded = found
+            recorded = self.recorded
+            if recorded is None or not recorded.serves(parts, feedback, progress):
+                recorded = self._try_to_record(parts, feedback, progress, uniforms)
+            if recorded is not None:
+                self.recorded = recorded
                 self.tries = 0
-                return found.play(uniforms)
+                return recorded.play(uniforms)
         return self._as_it_is(parts, feedback, progress, uniforms, clock)
 
     def _as_it_is(

@@ -45,10 +45,10 @@ def machine() -> str:
     except OSError:
         lines = []
     about = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
-    found = [platform.machine(), platform.processor(), *sorted(set(about))]
+    facts = [platform.machine(), platform.processor(), *sorted(set(about))]
     if torch.cuda.is_available():
-        found.append(torch.cuda.get_device_name())
-    return f"torch{torch.__version__}-{hashlib.sha256(repr(found).encode()).hexdigest()[:12]}"
+        facts.append(torch.cuda.get_device_name())
+    return f"torch{torch.__version__}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
 
 
 def folder() -> Path | None:

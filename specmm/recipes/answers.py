@@ -33,15 +33,15 @@ def answered(
     """
     facts = (longest, TEMPERATURES, *reader.facts())
     kept = writable(out / "answers" / made_by(pipe.model, *facts))
-    found: dict[str, list[str]] = {}
+    answers: dict[str, list[str]] = {}
     for file in kept.glob("*.json"):
-        found |= read_json(file)
+        answers |= read_json(file)
     keyed = [chat.key or chat.keyed().key for chat in chats]
     own = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
     with tqdm(total=len(own), desc="answer") as bar:
         for which, temperature in enumerate(TEMPERATURES):
             some = [key for key in own if int(key, 16) % len(TEMPERATURES) == which]
-            new = [key for key in some if key not in found]
+            new = [key for key in some if key not in answers]
             bar.update(len(some) - len(new))
             for start in range(0, len(new), AT_ONCE):
                 part = {key: chats[own[key]] for key in new[start : start + AT_ONCE]}
@@ -49,10 +49,10 @@ def answered(
                 if fitting:
                     made = _answers(pipe, reader, fitting, temperature, longest)
                     write_whole(kept / f"{new[start]}.json", json.dumps(made).encode())
-                    found |= made
+                    answers |= made
                 bar.update(len(part))
     for key, chat in zip(keyed, chats, strict=True):
-        whole = _learnable(reader, chat, found.get(key, ()))
+        whole = _learnable(reader, chat, answers.get(key, ()))
         if not any(part.get("text") == UNSAID for m in whole.messages for part in m["content"]):
             yield whole
 
@@ -66,9 +66,9 @@ def _turns(chat: Chat) -> list[int]:
 
 def _learnable(reader: ChatReader, chat: Chat, texts: Sequence[str]) -> Chat:
     """``chat`` with ``texts`` as its answers, or unchanged if nothing can be learnt from them."""
-    found = _said(chat, texts)
+    learnable = _said(chat, texts)
     try:
-        return replace(found, length=reader.check(found))
+        return replace(learnable, length=reader.check(learnable))
     except ValueError:
         return chat
 
@@ -89,7 +89,7 @@ def _answers(
     for turn in range(max(len(_turns(chat)) for chat in chats.values())):
         some = [key for key, chat in chats.items() if turn < len(_turns(chat))]
         asked = [_said(chats[key], texts[key]) for key in some]
-        found = reader.answers(
+        answers = reader.answers(
             pipe,
             asked,
             [_turns(chat)[turn] for chat in asked],
@@ -97,6 +97,6 @@ def _answers(
             max_new_tokens=longest,
             seed=[int(key, 16) % 2**31 for key in some] if temperature else None,
         )
-        for key, text in zip(some, found, strict=True):
+        for key, text in zip(some, answers, strict=True):
             texts[key].append(text)
     return texts

@@ -132,8 +132,8 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
 
     def rows(count: int | None) -> Sequence[Chat]:
         chosen = order(len(learnt), 0)[: count or len(learnt)]
-        found: Any = Subset(data, [learnt[i] for i in sorted(chosen)])  # a Sequence but by its type
-        return found
+        subset: Any = Subset(data, [learnt[i] for i in sorted(chosen)])  # not typed as a Sequence
+        return subset
 
     def prompts(
         count: int, other: ChatReader = reader, edit: Callable[[Chat], Chat] = lambda chat: chat
@@ -161,20 +161,20 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
     aside: dict[str, list[Any]] = {}
     rows = rows_of(places)
     opening.reader.begin()
-    for found in tqdm(_looked_through(rows, opening.unanswered), desc="look", unit=" chats"):
+    for chat in tqdm(_looked_through(rows, opening.unanswered), desc="look", unit=" chats"):
         try:
-            if isinstance(found, Unusable):
-                raise found
-            found = replace(found, length=opening.reader.check(found))
+            if isinstance(chat, Unusable):
+                raise chat
+            chat = replace(chat, length=opening.reader.check(chat))
         except (ValueError, OSError) as error:
             kind = getattr(error, "kind", "not what the model's processor takes")
-            aside.setdefault(kind, [f"{found.place}: {error}", 0])[1] += 1
+            aside.setdefault(kind, [f"{chat.place}: {error}", 0])[1] += 1
             continue
         if len(chats) < FIRST and not opening.unanswered:
-            opening.reader.verify(found)
-        chats.add(found)
-        keys.append(int(found.key, 16))
-        seen.append(found.visual)
+            opening.reader.verify(chat)
+        chats.add(chat)
+        keys.append(int(chat.key, 16))
+        seen.append(chat.visual)
     for said, count in aside.values():
         _tell(said if count == 1 else f"{said} ({count} such)")
     return chats, keys, seen
@@ -216,8 +216,8 @@ def _seen(source: Any) -> tuple[Any, tuple[int, int]]:
     """A picture that was checked to open (a remote one as its bytes), and its size."""
     far = isinstance(source, str) and OF_PICTURES.match(source)
     try:
-        found = fetched(source) if far else source
-        return found, open_image(found).size
+        image = fetched(source) if far else source
+        return image, open_image(image).size
     except FileNotFoundError as error:
         raise Unusable(f"no picture at {source}", "no picture") from error
     except (ValueError, OSError) as error:

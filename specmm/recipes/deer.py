@@ -150,12 +150,12 @@ def deer_loss(
     wanted = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
     counted = data.mask
     weights = weights.to(device) * counted.gather(1, index[..., 0]).view(places.shape)
-    found = probs_loss(blocks, wanted.view_as(blocks), weights, target.head, loss=loss)
+    losses = probs_loss(blocks, wanted.view_as(blocks), weights, target.head, loss=loss)
     even = counted[:, None].float()
     first = probs_loss(states[:, None, :length], data.hidden[:, None], even, target.head, loss=loss)
     part = 1 / drafter.block
-    both = part * first["loss"] + (1 - part) * found["loss"]
-    return {**found, "loss": both, "first": first["first"]}
+    both = part * first["loss"] + (1 - part) * losses["loss"]
+    return {**losses, "loss": both, "first": first["first"]}
 
 
 def _hide(

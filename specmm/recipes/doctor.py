@@ -151,22 +151,22 @@ def examined(
     target = load_frozen(folder, "cpu", "float32")
     network = load_drafter(kind, place, target.model)
     with TemporaryDirectory() as out:
-        found = asked(folder, target, data, questions, Path(out), seed)
-    return Examined(place, kind, target, network, found)
+        asked_ways = asked(folder, target, data, questions, Path(out), seed)
+    return Examined(place, kind, target, network, asked_ways)
 
 
 def _beside(folder: Path) -> Path:
     """The drafter that lies beside the model in ``folder``."""
     places = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
-    found = [place for place in places if (place / "config.json").is_file()]
-    if _own_layers(folder) and places[METHODS.index("mtp")] not in found:
-        found.append(folder)
-    if len(found) != 1:
+    folders = [place for place in places if (place / "config.json").is_file()]
+    if _own_layers(folder) and places[METHODS.index("mtp")] not in folders:
+        folders.append(folder)
+    if len(folders) != 1:
         raise ValueError(
             f"{folder} must have one drafter of {', '.join(METHODS)} beside it, got "
-            f"{', '.join(place.name for place in found) or 'none'}; name it"
+            f"{', '.join(place.name for place in folders) or 'none'}; name it"
         )
-    return found[0]
+    return folders[0]
 
 
 def _own_layers(folder: Path) -> int:

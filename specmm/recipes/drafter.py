@@ -139,12 +139,12 @@ def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
 
 def _layers(text: str, count: int) -> tuple[int, ...]:
     """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have."""
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() and int(part) < count for part in found):
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) < count for part in names):
         raise ValueError(
             f"aux_layers must be layers from 0 to {count - 1} with commas between, got {text!r}"
         )
-    return tuple(map(int, found))
+    return tuple(map(int, names))
 
 
 def _examples(
@@ -188,8 +188,8 @@ def _draw(
     def drawn(i: int, part: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1_000_003 * seed + i)
         given: dict[str, Any] = dict(batch_size=len(part), output_type="latent", cfg=cfg)
-        found: Tensor = pipe(part.tolist(), generator=generator, **given).tokens
-        return found
+        tokens: Tensor = pipe(part.tolist(), generator=generator, **given).tokens
+        return tokens
 
     parts = enumerate(tqdm(labels.split(AT_ONCE), desc="draw"))
     return torch.cat([kept(place / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
@@ -289,8 +289,8 @@ def train_block(
         return block_loss(drafter, seen, target.output, at, temperature, loss, overlap_weight)
 
     def losses(classes: Tensor, pictures: Tensor, at: Tensor) -> Losses:
-        found, overlap = loss_of(classes, pictures, at)
-        return {"loss": found, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap)}}
+        losses, overlap = loss_of(classes, pictures, at)
+        return {"loss": losses, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap)}}
 
     def drawn(generator: torch.Generator) -> Tensor:
         last = target.config.block_size - config.levels
@@ -404,10 +404,10 @@ def block_loss(
     drafted = output(drafter.read(states, previous)).float() / temperature  # [B, A·K, V]
     places = wanted.flatten(1)[..., None].expand_as(drafted)
     logits = seen.logits.gather(1, places).float() / temperature
-    found, overlap = compared(loss, logits, drafted)
+    losses, overlap = compared(loss, logits, drafted)
     if overlap_weight:
-        found = found + overlap_weight * compared("tv", logits, drafted)[0]
-    return found.mean(), overlap.unflatten(1, (-1, levels)).mean((0, 1))
+        losses = losses + overlap_weight * compared("tv", logits, drafted)[0]
+    return losses.mean(), overlap.unflatten(1, (-1, levels)).mean((0, 1))
 
 
 def measure_acceptance(
@@ -478,7 +478,7 @@ def eagle_loss(
     """
     hidden = seen.hidden
     predicted = head(seen.embedded[:, :-1], hidden[:, :-1] + shift)
-    found, overlap = compared(loss, seen.logits[:, 1:], output(predicted))
+    losses, overlap = compared(loss, seen.logits[:, 1:], output(predicted))
     regression = F.smooth_l1_loss(predicted.float(), hidden[:, 1:].float())
-    total = regression + PROBS_WEIGHT * found.mean()
-    return {"loss": total, "smooth_l1": regression, loss: found.mean(), "overlap": overlap.mean()}
+    total = regression + PROBS_WEIGHT * losses.mean()
+    return {"loss": total, "smooth_l1": regression, loss: losses.mean(), "overlap": overlap.mean()}

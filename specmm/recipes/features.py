@@ -126,8 +126,8 @@ class RolledEagle3:
         far are in ``past``.
         """
         bias = rollout_bias(embeddings.shape[1], step).to(hidden)
-        found: Tensor = self.head(self.head.slots(embeddings, hidden), None, bias, past)
-        return found
+        states: Tensor = self.head(self.head.slots(embeddings, hidden), None, bias, past)
+        return states
 
 
 class RolledMtp:
@@ -161,7 +161,7 @@ class RolledMtp:
         number = min(step, self.layers.count - 1)
         bias = rollout_bias(embeddings.shape[1], step if self.layers.count == 1 else 0)
         positions = torch.arange(1, embeddings.shape[1] + 1, device=embeddings.device)[None]
-        found: Tensor = model.layers[number](
+        states: Tensor = model.layers[number](
             embeddings,
             hidden,
             position_embeddings=model.rotary_emb(embeddings, position_ids=positions),
@@ -169,7 +169,7 @@ class RolledMtp:
             position_ids=positions,
             **{cache_name(model.layers[number]): past},
         )
-        return model.shared_post_norm(found) if model.use_shared_post_norm else found
+        return model.shared_post_norm(states) if model.use_shared_post_norm else states
 
     def logits(self, states: Tensor) -> Tensor:
         """The target's logits [..., V] of ``states`` [..., C]."""
@@ -207,7 +207,7 @@ def layer_sizes(kind: Any, target: VLMTarget, layers: int, inner: int, **more: A
     """
     config = target.family.config
     heads = config.num_attention_heads
-    found: dict[str, Any] = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=target.family.vocabulary,
         hidden_size=config.hidden_size,
         intermediate_size=inner or target.family.inner,
@@ -221,7 +221,7 @@ def layer_sizes(kind: Any, target: VLMTarget, layers: int, inner: int, **more: A
         attn_implementation="sdpa",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    return kind(**found | more)
+    return kind(**sizes | more)
 
 
 def spread(network: nn.Module, sizes: Any) -> None:

@@ -153,10 +153,10 @@ class Reading:
         if self.layers:
             each = [self._layer(seen, i) for i in self.layers]
             each = [norm(x) for x in each] if self.normed else each
-            found = torch.cat(each, dim=-1)
+            states = torch.cat(each, dim=-1)
         else:
-            found = seen.layers[-1] if self.normed is False else seen.hidden
-        return found.roll(self.late, 1) if self.late else found
+            states = seen.layers[-1] if self.normed is False else seen.hidden
+        return states.roll(self.late, 1) if self.late else states
 
     def _layer(self, seen: Evidence, number: int) -> Tensor:
         return seen.layers[number]
@@ -334,8 +334,8 @@ class Followed:
         """How often a draft at each depth is accepted, given that those before it are."""
         kept = self.seen.chains(self.token.float()).cumprod(1)
         tried = F.pad(kept[:, :-1], (1, 0), value=1.0) * self._there
-        found: list[float] = (kept.sum(0) / tried.sum(0).clamp(min=1)).tolist()
-        return found
+        shares: list[float] = (kept.sum(0) / tried.sum(0).clamp(min=1)).tolist()
+        return shares
 
     @property
     def _there(self) -> Tensor:
@@ -354,8 +354,8 @@ class Followed:
             "after more": place > middle,
         }
         first = self.token[0].float()
-        found = {name: first[roots & own] for name, own in kinds.items()}
-        return {name: float(values.mean()) for name, values in found.items() if len(values)}
+        parts = {name: first[roots & own] for name, own in kinds.items()}
+        return {name: float(values.mean()) for name, values in parts.items() if len(values)}
 
 
 @torch.inference_mode()
@@ -418,10 +418,10 @@ def chances(p: Tensor, q: Tensor, given: Tensor, ranks: int, generator: torch.Ge
     at = given[:, None]
     whole = p.gather(1, at).clamp(min=1e-30)
     left = p.clone()  # the part of p that drafts so far have not taken
-    found = []
+    columns = []
     for _ in range(ranks):
         offered = left.sum(1, keepdim=True) * q
-        found.append((torch.minimum(left, offered).gather(1, at) / whole)[:, 0])
+        columns.append((torch.minimum(left, offered).gather(1, at) / whole)[:, 0])
         left -= offered
         refused = (-left).clamp_(min=0)
         uniform = torch.rand(len(p), generator=generator, device=p.device)
@@ -429,7 +429,7 @@ def chances(p: Tensor, q: Tensor, given: Tensor, ranks: int, generator: torch.Ge
         left.clamp_(min=0)
         q = q.scatter(1, token[:, None], 0.0)
         q /= q.sum(1, keepdim=True).clamp(min=1e-30)
-    return torch.stack(found, 1).clamp(0, 1)
+    return torch.stack(columns, 1).clamp(0, 1)
 
 
 def _bias(length: int, step: int, window: int) -> Tensor:
@@ -439,14 +439,14 @@ def _bias(length: int, step: int, window: int) -> Tensor:
         F.pad(rollout_bias(length, k)[0, 0], (0, wide - (k + 1) * length), value=-torch.inf)
         for k in range(step + 1)
     ]
-    found = torch.cat(rows)
+    bias = torch.cat(rows)
     if window:
         place = torch.arange(length).repeat(step + 1)
-        found = found.masked_fill(place[:, None] - place >= window, -torch.inf)
-    return found[None, None]
+        bias = bias.masked_fill(place[:, None] - place >= window, -torch.inf)
+    return bias[None, None]
 
 
 def final_norm(target: VLMTarget) -> Callable[[Tensor], Tensor]:
     """The target's norm after its last layer; the identity if it has none of a usual name."""
-    found = getattr(target.family.decoder, "norm", None)
-    return found if isinstance(found, nn.Module) else lambda states: states
+    norm = getattr(target.family.decoder, "norm", None)
+    return norm if isinstance(norm, nn.Module) else lambda states: states

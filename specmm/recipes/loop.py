@@ -123,9 +123,9 @@ def kept(file: Path, make: Callable[[], Tensor], key: str = "") -> Tensor:
     returns, which are then stored.
     """
     if file.exists():
-        found: Any = torch.load(file, weights_only=True)
-        if found["key"] == key:
-            return found["tokens"]
+        checkpoint: Any = torch.load(file, weights_only=True)
+        if checkpoint["key"] == key:
+            return checkpoint["tokens"]
     tokens = make()
     file.parent.mkdir(parents=True, exist_ok=True)
     with whole(file) as stream:
@@ -271,19 +271,19 @@ class _Loop:
         """``values``, added up over all processes."""
         from accelerate.utils import reduce
 
-        found: Tensor = reduce(values, "sum")
-        return found
+        summed: Tensor = reduce(values, "sum")
+        return summed
 
     def _measured(self) -> dict[str, float]:
         """The measurements of this moment; the best weights are kept."""
         assert self.run.measure is not None
         self.model.eval()
-        found = dict(self.run.measure())
+        metrics = dict(self.run.measure())
         self.model.train()
-        if self.best is None or found["tau"] > self.best[0]:
+        if self.best is None or metrics["tau"] > self.best[0]:
             weights = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
-            self.best = found["tau"], weights
-        return found
+            self.best = metrics["tau"], weights
+        return metrics
 
     def _check(self, loss: float, i: int) -> None:
         """Raise ``ValueError`` where the loss of step ``i`` or a weight is not finite."""

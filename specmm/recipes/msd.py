@@ -145,12 +145,12 @@ def numbers(
     picture, which a ``share`` of each step's examples have.
     """
     random, counts = Random(f"msd {seed}"), [0, 0]
-    found = []
+    rows = []
     for i in range(steps * batch):
         visual = random.random() < share(i // batch)
-        found.append((counts[visual], visual))
+        rows.append((counts[visual], visual))
         counts[visual] += 1
-    return found
+    return rows
 
 
 def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:
@@ -168,7 +168,7 @@ def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
     heads = getattr(config, "num_attention_heads", None) or 1
     heads = next(n for n in range(heads, 0, -1) if width % (2 * n) == 0)
     groups = getattr(config, "num_key_value_heads", None) or heads
-    found: dict[str, Any] = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=target.family.inner,
@@ -179,7 +179,7 @@ def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
         hidden_act=getattr(config, "hidden_act", None) or "silu",
         qwen=config.model_type.startswith("qwen2"),
     )
-    return MSDConfig(**(found | changes))
+    return MSDConfig(**(sizes | changes))
 
 
 def _rope_base(config: Any) -> float:

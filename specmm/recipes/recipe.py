@@ -77,15 +77,15 @@ class Recipe:
         """The training, imported now."""
         if any(place.startswith("recipes.") for place in (self.train, self.open)):
             _import_checkout()
-        found: Callable[..., Found] = named(self.train)
-        return found
+        function: Callable[..., Found] = named(self.train)
+        return function
 
     def kinds(self) -> dict[str, Any]:
         """The annotations of the settings by name."""
-        found: dict[str, Any] = {}
+        kinds: dict[str, Any] = {}
         for name, hint in self._hints().items():
-            found |= _fields(hint) or {name: hint}
-        return found
+            kinds |= _fields(hint) or {name: hint}
+        return kinds
 
     def _hints(self) -> dict[str, Any]:
         """The annotations of the training's parameters: settings, or dataclasses of settings."""
@@ -217,12 +217,12 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
     if typing.get_origin(kind) is list:
         return [_fitting(name, each, typing.get_args(kind)[0]) for each in _listed(value)]
     kind, *bounds = typing.get_args(kind) or (kind,)
-    found = _read(value, kind)
-    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+    parsed = _read(value, kind)
+    if not isinstance(parsed, kind) or (kind is int and isinstance(parsed, bool)):
         raise ValueError(f"{name} must be {WORDS[kind]}, got {value!r}")
     if bounds:
-        _check_bounds(name, found, *bounds)
-    return found
+        _check_bounds(name, parsed, *bounds)
+    return parsed
 
 
 def _check_bounds(name: str, value: float, least: float, most: float = float("inf")) -> None:

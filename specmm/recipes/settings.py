@@ -77,9 +77,9 @@ class Training:
             )
         writable(place.parent)
         writable(self.out)
-        found = Begun(self, model, folder, place, facts_of(recipe))
-        check_same(self.out, found.facts)
-        return found
+        begun = Begun(self, model, folder, place, facts_of(recipe))
+        check_same(self.out, begun.facts)
+        return begun
 
     def run(self, facts: Mapping[str, object], **more: Any) -> Run:
         """The loop, with ``facts`` for its checkpoint; ``more`` override these settings."""
@@ -120,13 +120,13 @@ def load_frozen(
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
     """The facts that must not change when a run resumes: the version, settings by name."""
-    found = {"specmm": __version__}
+    facts = {"specmm": __version__}
     for name, value in recipe.settings.items():
         if name not in APART:
             several = value.places if isinstance(value, Places) else value
             each = [_whole(x) for x in several] if isinstance(several, list) else _whole(several)
-            found[name] = _short(str(each))
-    return found
+            facts[name] = _short(str(each))
+    return facts
 
 
 def _whole(value: Any) -> Any:
@@ -203,13 +203,13 @@ class Begun:
 
     def mask(self, given: int | None) -> int:
         """The mask token; raises ``ValueError`` where the tokenizer has none and none is given."""
-        found = self.tokenizer.mask_token_id if given is None else given
-        if found is None:
+        mask = self.tokenizer.mask_token_id if given is None else given
+        if mask is None:
             raise ValueError(
                 "tokenizer must have a mask token for a block drafter, got none; "
                 "give one of its ids as mask"
             )
-        return int(found)
+        return int(mask)
 
     def steps(self, rows: Sequence[Any]) -> int:
         """Optimiser steps over ``rows``."""
@@ -224,8 +224,8 @@ class Begun:
         own = self.training
         made = {**self.facts, "rows learnt": lessons.key, "target": digest(self.target.model)}
         more |= dict(measure=self.tau(drafter, network, lessons), measure_every=own.measure_every)
-        found: Run = own.run(made, **{"steps": self.steps(lessons.rows), **more})
-        return found
+        run: Run = own.run(made, **{"steps": self.steps(lessons.rows), **more})
+        return run
 
     def learn(
         self,

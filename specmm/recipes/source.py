@@ -65,8 +65,8 @@ class Data:
         if not self.data.places:
             raise ValueError("data must be files or folders of chats, got none; give data=FILE")
         opening = Opening(self.reader(folder), load, out, self.held_out, seed, unanswered)
-        found: Conversations = self.data(opening)
-        return found
+        opened: Conversations = self.data(opening)
+        return opened
 
     def reader(self, folder: Path) -> ChatReader:
         """The reader of chats for the model in ``folder``, which is not loaded."""
@@ -112,8 +112,8 @@ class Source(Data):
         if len(given) > 1:
             raise ValueError(f"give {given[0]} or {given[1]}, not both")
         if sees(begun.folder) and given != ["data"]:
-            found = f"{given[0]}, which is for models that read text alone" if given else "none"
-            raise ValueError(f"data must be given of chats that show pictures, got {found}")
+            got = f"{given[0]}, which is for models that read text alone" if given else "none"
+            raise ValueError(f"data must be given of chats that show pictures, got {got}")
         with one_first():
             return self._chats(begun) if given == ["data"] else self._texts(begun)
 
@@ -170,10 +170,10 @@ def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lesso
 
 def key_of(rows: Iterable[bytes]) -> str:
     """A digest of ``rows``."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for row in rows:
-        found.update(hashlib.sha256(row).digest())
-    return found.hexdigest()[:16]
+        sha.update(hashlib.sha256(row).digest())
+    return sha.hexdigest()[:16]
 
 
 def read_rows(rows: Sequence[Tensor]) -> tuple[VLMPrompt, Tensor]:

@@ -121,13 +121,13 @@ class TreeKind:
 
         Raises ``ValueError`` for anything that is not such a function.
         """
-        found = inspect.signature(make).parameters if callable(make) else {}
-        if "device" not in found:
+        parameters = inspect.signature(make).parameters if callable(make) else {}
+        if "device" not in parameters:
             raise ValueError(
                 "a tree must be made by a function of numbers and device, as fan(width, *, "
                 f"device='cpu'), got {name}"
             )
-        spelling = f"{name}({', '.join(one for one in found if one != 'device')})"
+        spelling = f"{name}({', '.join(one for one in parameters if one != 'device')})"
         return cls(make, spelling, (inspect.getdoc(make) or name).splitlines()[0])
 
 
@@ -213,12 +213,12 @@ def static_tree(
     tree: Tree, device: Device = "cpu", acceptance: Sequence[Sequence[float]] = ()
 ) -> TreeShape:
     """As :func:`make_tree`; raises ``ValueError`` for a tree without a fixed shape."""
-    found = make_tree(tree, device, acceptance)
-    if isinstance(found, Dynamic):
+    tree_shape = make_tree(tree, device, acceptance)
+    if isinstance(tree_shape, Dynamic):
         raise ValueError(
             f"tree must be of fixed shape to be drawn, got {tree}; give spine(3, 2, 1)"
         )
-    return found
+    return tree_shape
 
 
 def draw_siblings(

@@ -79,8 +79,8 @@ class TextPipeline(Pipeline):
     @classmethod
     def _loaded(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
         load = partial(_load, folder, **placing.options)
-        found: tuple[Any, Any] = placing.loaded(load, itemgetter(0))
-        return found
+        loaded: tuple[Any, Any] = placing.loaded(load, itemgetter(0))
+        return loaded
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """See :class:`Pipeline`; rounds are compiled again."""
@@ -193,8 +193,8 @@ class TextPipeline(Pipeline):
 
     def _marked(self, text: str) -> list[int]:
         """Ids of ``text``, which contains its special tokens."""
-        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _raw(self, text: str) -> list[int]:
         """Ids of ``text``, without a second beginning-of-text token if it already has one, as the
@@ -202,8 +202,8 @@ class TextPipeline(Pipeline):
         """
         mark = self.tokenizer.bos_token
         marked = bool(mark) and text.startswith(str(mark))
-        found: list[int] = self.tokenizer(text, add_special_tokens=not marked)["input_ids"]
-        return found
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not marked)["input_ids"]
+        return ids
 
     def templated(self, question: str) -> str:
         """``question`` in the model's chat template; raises ``ValueError`` where it has none."""

@@ -95,11 +95,11 @@ def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate
         return Certificate("exact", "plain decoding of the target", 0.0)
     measured = float(counts.measured)
     excess = float(counts.excess) / measured if measured else None
-    found = claim(rule, excess, counts.trees)
+    certificate = claim(rule, excess, counts.trees)
     if isinstance(drafter, OutsideDrafter) and drafter.recorded:
         shapes = " and chose its shapes without looking at its drafts" if drafter.varied else ""
-        return _with(found, f"provided that {drafter} drew from what it recorded{shapes}")
-    return found
+        return _with(certificate, f"provided that {drafter} drew from what it recorded{shapes}")
+    return certificate
 
 
 def claim(rule: Rule, excess: float | None, trees: GivenTrees) -> Certificate:
@@ -111,12 +111,12 @@ def claim(rule: Rule, excess: float | None, trees: GivenTrees) -> Certificate:
     maker = maker_of(rule)
     if rule.exact:
         return _of_others(rule, maker or "its caller", trees)
-    found = rule_certificate(rule.name, False, excess)
-    return _with(found, f"rule and measure are by {maker}, not specmm") if maker else found
+    result = rule_certificate(rule.name, False, excess)
+    return _with(result, f"rule and measure are by {maker}, not specmm") if maker else result
 
 
-def _with(found: Certificate, more: str) -> Certificate:
-    return replace(found, reason=f"{found.reason}; {more}")
+def _with(certificate: Certificate, more: str) -> Certificate:
+    return replace(certificate, reason=f"{certificate.reason}; {more}")
 
 
 def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
@@ -124,11 +124,11 @@ def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
     said = f"the {rule.name} rule calls itself exact, by {maker}"
     try:
         parts = list(_parts(rule, trees))
-        found = [off for part in parts for off in _off(rule, part)]
+        distances = [off for part in parts for off in _off(rule, part)]
     except Exception as error:  # whatever a rule of others raises, its claim is not shown
         reason = f"{said}; it could not be enumerated ({type(error).__name__}: {error})"
         return Certificate("heuristic", reason)
-    furthest = torch.tensor(found).max().item()  # nan, if one is
+    furthest = torch.tensor(distances).max().item()  # nan, if one is
     if not furthest <= TOLERANCE:
         off = f"its tokens are {furthest:.2g} in total variation off"
         return Certificate("heuristic", f"{said}, and is not: on trees of this run {off}")
@@ -136,7 +136,7 @@ def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
     parted = "" if trees.given <= whole else "parts of "
     reason = (
         f"the {rule.name} rule is exact by the word of its author, {maker}, and in "
-        f"{len(found)} cases of {parted}this run's trees that were enumerated here"
+        f"{len(distances)} cases of {parted}this run's trees that were enumerated here"
     )
     return Certificate("exact", reason, 0.0)
 
@@ -169,12 +169,12 @@ def _parts(rule: Any, trees: GivenTrees) -> Iterator[_Part]:
         scheme = SCHEMES[siblings] if recorded else "top"
         given = [tree for tree, drawn in trees.given if drawn == recorded]
         depths = {tree: _depths(tree) for tree in given}
-        found = set()
+        parts = set()
         deepest = max(map(max, depths.values()), default=0)
         for depth in range(1, deepest + 1):
             widest = max(given, key=lambda tree: (len(_family(tree, depth)), len(tree), tree))
-            found.add(_part(widest, depth, scheme))
-        yield from (_Part(*part, recorded, scheme) for part in sorted(found))
+            parts.add(_part(widest, depth, scheme))
+        yield from (_Part(*part, recorded, scheme) for part in sorted(parts))
 
 
 def _depths(parents: Parents) -> list[int]:
@@ -249,10 +249,10 @@ def _tables(length: int, seed: int, size: int = VOCABULARY) -> Tables:
     zeros.
     """
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    tables = []
     for depth in range(length):
         weights = torch.rand((size**depth, size), dtype=torch.float64, generator=generator)
         weights = torch.where(weights > 0.1, weights, 0.0)
         weights[:, seed % size] += 0.05  # no row is empty
-        found.append(weights / weights.sum(-1, keepdim=True))
-    return found
+        tables.append(weights / weights.sum(-1, keepdim=True))
+    return tables

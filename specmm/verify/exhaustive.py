@@ -129,8 +129,8 @@ def _led(tree: DraftTree, p: Tensor, lead: int) -> tuple[DraftTree, Tensor]:
 def node_probs(drawn: Draws, target: Tables) -> Tensor:
     """The target's distribution at every node of every draw [R, N, V]."""
     depths = drawn.tree.shape.depths[0].tolist()
-    found = [target[depth][drawn.prefix[:, node]] for node, depth in enumerate(depths)]
-    return torch.stack(found, dim=1)
+    probs = [target[depth][drawn.prefix[:, node]] for node, depth in enumerate(depths)]
+    return torch.stack(probs, dim=1)
 
 
 def total_variation(first: Tensor, second: Tensor) -> float:

@@ -90,6 +90,6 @@ class Grouped:
         alike = (take(target, group) - own).abs() < self.gap
         if self.neighbourhood is not None:
             near, is_code = self.neighbourhood.near(token, self.k)
-            found = (group[..., None] == near[..., None, :]).any(-1)
-            alike &= found & is_code[..., None]
+            members = (group[..., None] == near[..., None, :]).any(-1)
+            alike &= members & is_code[..., None]
         return group, there & (alike | (group == token[..., None]))

@@ -226,15 +226,15 @@ def _corrected(near: Neighbourhood) -> Step:
 def _released(near: Neighbourhood, *, lumina: bool) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
         own = take(target, trial.token)
-        borrowed, found = near.borrowed(target, trial.token, own)
+        borrowed, accepted = near.borrowed(target, trial.token, own)
         if trial.probs is None:
-            rest = _cleared(near, target, trial.token, found).scatter(
+            rest = _cleared(near, target, trial.token, accepted).scatter(
                 -1, trial.token[..., None], 0.0
             )
         elif lumina:
-            rest = (_cleared(near, target, trial.token, found) - trial.probs).clamp_(min=0)
+            rest = (_cleared(near, target, trial.token, accepted) - trial.probs).clamp_(min=0)
         else:
-            rest = (target - _cleared(near, trial.probs, trial.token, found)).clamp_(min=0)
+            rest = (target - _cleared(near, trial.probs, trial.token, accepted)).clamp_(min=0)
         everywhere = torch.full_like(target, 1 / target.shape[-1])
         return kept_with(own + borrowed, trial), normalised(rest, everywhere)
 

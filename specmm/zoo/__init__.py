@@ -116,10 +116,10 @@ def files_of(
     wanted = [
         Wanted(part.repository, (part.file,), part.revision, part.size) for part in parts.values()
     ]
-    found = dict(zip(parts, fetch(entry.name, wanted, source), strict=True))
+    files = dict(zip(parts, fetch(entry.name, wanted, source), strict=True))
     for place, part in parts.items():
-        check_release(found[place], part.file, "" if source.revision else part.sha256)
-    return {place: folder / parts[place].file for place, folder in found.items()}
+        check_release(files[place], part.file, "" if source.revision else part.sha256)
+    return {place: folder / parts[place].file for place, folder in files.items()}
 
 
 def _repository(name: str, entry: Published | None, source: Source) -> Path:
@@ -141,8 +141,8 @@ def _repository(name: str, entry: Published | None, source: Source) -> Path:
 def card(name: str) -> dict[str, Any]:
     """The ``card.json`` of a pocket model: data, licence, steps, losses, measurements."""
     file = pocket_models().get(name, Path(name)) / "card.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return content
 
 
 def classes(folder: Path) -> list[str]:

@@ -214,9 +214,9 @@ def _cached(wanted: Wanted, source: Source, reason: BaseException) -> Found:
     return Found(wanted, folder=folder, absent=absent, reason=reason)
 
 
-def _check_cached(name: str, found: Sequence[Found], source: Source) -> None:
+def _check_cached(name: str, files: Sequence[Found], source: Source) -> None:
     """Raise ``ValueError`` for files that the cache lacks while the hub cannot be reached."""
-    lacking = [one for one in found if one.absent]
+    lacking = [one for one in files if one.absent]
     if lacking:
         first = lacking[0]
         assert first.reason is not None

@@ -72,8 +72,8 @@ class Published:
     @property
     def repositories(self) -> list[str]:
         """The repositories of its files, each once."""
-        found = [self.repository, *(part.repository for part in self.parts.values())]
-        return list(dict.fromkeys(filter(None, found)))
+        repositories = [self.repository, *(part.repository for part in self.parts.values())]
+        return list(dict.fromkeys(filter(None, repositories)))
 
     @property
     def bytes(self) -> int:
@@ -113,12 +113,12 @@ def published_models() -> dict[str, Published]:
     """The registry by name."""
     read = json.loads(REGISTRY.read_text())
     files = {key: Part(**facts) for key, facts in read["files"].items()}
-    found = {}
+    models = {}
     for name, facts in read["models"].items():
         parts = {place: files[key] for place, key in facts.pop("parts", {}).items()}
         goes_with = tuple(facts.pop("with", ()))
-        found[name] = Published(name, parts=parts, goes_with=goes_with, **facts)
-    return found
+        models[name] = Published(name, parts=parts, goes_with=goes_with, **facts)
+    return models
 
 
 def entry_of(name: str, file: str | None = None) -> Published | None:

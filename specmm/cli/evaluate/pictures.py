@@ -53,11 +53,11 @@ def fid(
     hint = "use specmm eval fd for other networks"
     if reader.network not in INCEPTIONS:
         raise ValueError(f"FID is of Inception's features, got {reader.network!r}; {hint}")
-    found = _frechet(reader, source, reference, seed if interval else None)
-    named = str(found.protocol.get("features", "inception"))
+    measurement = _frechet(reader, source, reference, seed if interval else None)
+    named = str(measurement.protocol.get("features", "inception"))
     if not named.startswith("inception"):
         raise ValueError(f"FID is of Inception's features, these files hold {named}; {hint}")
-    return found
+    return measurement
 
 
 @measured("dinov2")
@@ -91,7 +91,7 @@ def kid(
 
     if interval and subsets_only:
         raise ValueError("--interval is of whole sets; leave it or --subsets-only out")
-    found = kernel_distance(
+    measurement = kernel_distance(
         *reader.both(source, reference),
         subsets=subsets,
         subset_size=subset_size,
@@ -99,7 +99,7 @@ def kid(
         full=not subsets_only,
         bootstrap=Bootstrap(generator(seed)) if interval else None,
     )
-    return found.measurement()
+    return measurement.measurement()
 
 
 @measured("inception-fidelity")
@@ -146,8 +146,8 @@ def clip(
     given = reader.pictures(source)
     texts, note = read_prompts(prompts, given.files)
     model = cast("CLIP", reader.extractor)
-    found = clip_score(given, texts, model, batch=reader.batch)
-    return replace(found, protocol={**found.protocol, "note": note}) if note else found
+    score = clip_score(given, texts, model, batch=reader.batch)
+    return replace(score, protocol={**score.protocol, "note": note}) if note else score
 
 
 @measured("inception")
@@ -192,9 +192,9 @@ def features(source: Source, out: Out, reader: SourceReader, as_json: Json = Fal
         raise ValueError(f"features are written to .npz, got {out.name}; rename it")
     writable(out.parent)
     with stdout_reserved():
-        found = reader.features(source)
-        found.save(out)
-    _written(out, len(found), found.values.shape[1], found.protocol, as_json)
+        rows = reader.features(source)
+        rows.save(out)
+    _written(out, len(rows), rows.values.shape[1], rows.protocol, as_json)
 
 
 @reading("inception")
@@ -214,10 +214,10 @@ def stats(
         raise ValueError("adm needs spatial features, which no network here gives; --format ours")
     writable(out.parent)
     with stdout_reserved():
-        found = reader.gaussian(source)
+        gaussian = reader.gaussian(source)
         spatial = read_reference(Path(source), spatial=True) if layout == "adm" else None
-        write_reference(found, out, FORMATS[layout], spatial=spatial)
-    _written(out, found.count, len(found.moments()[0]), found.protocol, as_json)
+        write_reference(gaussian, out, FORMATS[layout], spatial=spatial)
+    _written(out, gaussian.count, len(gaussian.moments()[0]), gaussian.protocol, as_json)
 
 
 def weights(as_json: Json = False) -> None:

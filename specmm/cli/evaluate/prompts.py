@@ -30,7 +30,7 @@ def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str]
 
 
 def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
-    found: dict[tuple[Path, str], str] = {}
+    prompts: dict[tuple[Path, str], str] = {}
     for where, row in json_lines(file):
         row = row if isinstance(row, dict) else {type(row).__name__: None}
         names = {"file", "prompt", *({"member"} & row.keys())}
@@ -38,16 +38,16 @@ def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
             got = ", ".join(row)[:200]
             raise ValueError(f"{where} must hold texts file and prompt, got {got}")
         place = _place(file.parent / row["file"]), row.get("member", "")
-        if found.setdefault(place, row["prompt"]) != row["prompt"]:
+        if prompts.setdefault(place, row["prompt"]) != row["prompt"]:
             raise ValueError(f"{where}: {row['file']} has two prompts; keep one")
     wanted = [(_place(picture.path), picture.member) for picture in pictures]
     lacking = [
-        picture for picture, place in zip(pictures, wanted, strict=True) if place not in found
+        picture for picture, place in zip(pictures, wanted, strict=True) if place not in prompts
     ]
     if lacking or not pictures:
         first = f"{lacking[0]} of {len(lacking)} without" if lacking else "no files of pictures"
         raise ValueError(f"{file} must name every picture with its prompt, got {first}; add them")
-    return [found[place] for place in wanted]
+    return [prompts[place] for place in wanted]
 
 
 def _place(path: Path) -> Path:

@@ -100,10 +100,10 @@ class SourceReader:
         if stored is not None:
             return FeatureStatistics.of(stored)
         blocks = self._blocks(source)
-        found = FeatureStatistics.of(next(blocks))
+        statistics = FeatureStatistics.of(next(blocks))
         for block in blocks:
-            found.update(block)
-        return found
+            statistics.update(block)
+        return statistics
 
     def logits(self, source: str) -> FeatureSet:
         """Class logits of pictures, or those stored in an .npz."""
@@ -115,9 +115,9 @@ class SourceReader:
             return stored
         network = self.extractor
         pictures = self.pictures(source)
-        found = network.logits(pictures, batch=self.batch, progress=sys.stderr.isatty())
+        logits = network.logits(pictures, batch=self.batch, progress=sys.stderr.isatty())
         self._report(pictures)
-        return found
+        return logits
 
     def pictures(self, source: str) -> PictureSource:
         """The pictures of ``source``, decoded by ``workers`` processes.
@@ -136,11 +136,11 @@ class SourceReader:
                 say(f"{source}: {counted(found.counts())}")
         return self.opened[source]
 
-    def noted(self, found: Noted) -> Noted:
-        """The result ``found`` with how many files were measured and how many were left out."""
+    def noted(self, result: Noted) -> Noted:
+        """The ``result`` with the numbers of files that were measured and left out."""
         counts = {name: pictures.counts() for name, pictures in self.opened.items()}
         files = {name: count for name, count in counts.items() if count}
-        return replace(found, protocol={**found.protocol, "files": files}) if files else found
+        return replace(result, protocol={**result.protocol, "files": files}) if files else result
 
     def _blocks(self, source: str) -> Iterator[FeatureSet]:
         pictures = self.pictures(source)

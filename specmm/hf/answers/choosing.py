@@ -53,7 +53,7 @@ def candidates_of(
 
     Raises ``ValueError`` if a drafter that the caller passed in does not fit.
     """
-    found: list[tuple[int, list[Candidate]]] = []
+    candidates: list[tuple[int, list[Candidate]]] = []
     for name in kinds:
         method: Method = methods.make(methods.GENERATE, name)
         own = copy.copy(target)  # drafters set on it which states they read
@@ -64,12 +64,12 @@ def candidates_of(
             own_trees = named(trees)(own, drafter, method) if trees else [Candidate(method)]
             network = network_of(drafter)
             size = sum(x.numel() for x in network.parameters()) if network else LARGE
-            found.append((size, own_trees))
+            candidates.append((size, own_trees))
         except ValueError as error:
             if name in drafters.passed:
                 raise
             LOGGER.info("auto: without %s: %s", name, error)
-    in_turn = zip_longest(*(trees for _, trees in sorted(found, key=itemgetter(0))))
+    in_turn = zip_longest(*(trees for _, trees in sorted(candidates, key=itemgetter(0))))
     return [one for some in in_turn for one in some if one is not None]
 
 

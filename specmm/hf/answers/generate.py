@@ -149,7 +149,7 @@ def custom_generate(
             claim = run_claim(rule, end, drafts_with)
             settings = _settings(generation_config, logits_processor)
             claim = claim.under(settings | target.noise)
-            found.last = GenerateRun(str(chosen), end.stats, claim)
+            generating.last = GenerateRun(str(chosen), end.stats, claim)
             cache.keep(target, end)
             return _joined(input_ids, end, criteria.width, generation_config, cache)
 
@@ -165,8 +165,8 @@ def custom_generate(
         record = record_of([kind], *parts, prompt, records, tokenizer)
         return choose(record, *parts, prompt, tokenizer), record
 
-    found = Generating(run)
-    return found
+    generating = Generating(run)
+    return generating
 
 
 @dataclass(frozen=True)
@@ -195,14 +195,14 @@ def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict
     generate did not make from them.
     """
     given = config.to_diff_dict()
-    found: dict[str, object] = {"temperature": 0.0}
+    settings: dict[str, object] = {"temperature": 0.0}
     if config.do_sample:
-        found["temperature"] = 1.0 if config.temperature is None else config.temperature
+        settings["temperature"] = 1.0 if config.temperature is None else config.temperature
     names = dict.fromkeys(["repetition_penalty", *FILTERS, *SCORES])
     named = [name for name in names if config.do_sample or name not in FILTERS]
-    found |= {name: given[name] for name in named if given.get(name) not in (None, 0, 1)}
+    settings |= {name: given[name] for name in named if given.get(name) not in (None, 0, 1)}
     own = [type(one).__name__ for one in processors if _is_callers(one)]
-    return found | ({"logits_processor": "+".join(own)} if own else {})
+    return settings | ({"logits_processor": "+".join(own)} if own else {})
 
 
 def _is_callers(processor: object) -> bool:

@@ -32,9 +32,9 @@ class GivenCache:
     """The cache among a call's arguments ``given``; see :func:`specmm.custom_generate`."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        found = next((given[name] for name in CACHES if given.get(name) is not None), None)
-        own = found is None or not getattr(found, "_is_user_defined", False)  # generate's, empty
-        self.cache: TransformersCache | None = None if own else found
+        cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
+        own = cache is None or not getattr(cache, "_is_user_defined", False)  # generate's, empty
+        self.cache: TransformersCache | None = None if own else cache
         layers: Any = getattr(self.cache, "layers", ())
         counts = [int(x.get_seq_length()) for x in layers if hasattr(x, "get_seq_length")]
         begun = any(getattr(x, "is_initialized", False) for x in layers)

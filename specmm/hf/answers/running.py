@@ -213,11 +213,11 @@ class Pipeline:
         and settings that change all scores are the checkpoint's own. Raises ``ValueError`` as
         :meth:`Options.of`.
         """
-        found = Options.of(given, **own_settings(self.model), **self.usual)
-        if idle := idle_options(given, found.method or self.method):
+        options = Options.of(given, **own_settings(self.model), **self.usual)
+        if idle := idle_options(given, options.method or self.method):
             said = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
             warnings.warn(said, IdleOption, stacklevel=2)
-        return found
+        return options
 
     def constrain(
         self, target: VLMTarget, method: Method, options: Options, prompt: VLMPrompt
@@ -331,8 +331,8 @@ class Pipeline:
         kinds = kinds_of(list(self.registry), self.drafters)
         parts = (self.drafters, target)
         record = record_of(kinds, *parts, prompt, self.records, self.tokenizer, share)
-        found = choose(record, *parts, prompt, self.tokenizer, share)
-        return Chosen(found, f"auto: {methods.label(found)} ({record.reason()})", record)
+        choice = choose(record, *parts, prompt, self.tokenizer, share)
+        return Chosen(choice, f"auto: {methods.label(choice)} ({record.reason()})", record)
 
     def captures(self, options: Options) -> bool:
         """Whether ``options`` ask for graphs or leave the choice, and the model is on a GPU.
@@ -372,9 +372,9 @@ class Pipeline:
     def ends(self) -> list[int]:
         """The model's end tokens."""
         generation = self.model.generation_config
-        found = None if generation is None else generation.eos_token_id
-        found = self.model.config.get_text_config().eos_token_id if found is None else found
-        return [found] if isinstance(found, int) else list(found or [])
+        eos = None if generation is None else generation.eos_token_id
+        eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
+        return [eos] if isinstance(eos, int) else list(eos or [])
 
     def parts_of(self, method: Method, target: VLMTarget) -> Assembly | None:
         """The drafter and rule of ``method``; None for plain decoding."""
@@ -393,14 +393,14 @@ class Pipeline:
         if make is None or (not captures(device) and self.kept.busy(key)):
             self.kept.make_room(device, taken=False, more=False)
             return SharedRounds(target, self.parts_of(method, target), one_round)
-        found = self.kept.take(key)
-        self.kept.make_room(device, taken=found is not None, more=found is None)
-        if found is None:
+        rounds = self.kept.take(key)
+        self.kept.make_room(device, taken=rounds is not None, more=rounds is None)
+        if rounds is None:
             if not captures(device):
                 target = StaticVLMTarget(self.model, options.processor, self.name)
-            found = SharedRounds(target, self.parts_of(method, target), make())
-            self.kept.keep(key, found)
-        return found
+            rounds = SharedRounds(target, self.parts_of(method, target), make())
+            self.kept.keep(key, rounds)
+        return rounds
 
     def _key(self, method: Method, options: Options) -> Key:
         """The key of such rounds, as long as their networks stay as they are."""

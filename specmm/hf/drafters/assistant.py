@@ -206,8 +206,8 @@ def load_assistant(folder: Path, target: PreTrainedModel, method: str) -> PreTra
             f"{transformers.__version__}; install transformers 5.24 or newer"
         ) from error
     model: Any = load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
-    found: PreTrainedModel = prepack(model.to(target.device).eval())
-    return found
+    assistant: PreTrainedModel = prepack(model.to(target.device).eval())
+    return assistant
 
 
 def make(

@@ -73,17 +73,17 @@ class ModelFolder:
         if (self.path / INDEX).is_file():
             names = set(read_json(self.path / INDEX).get("weight_map", {}).values())
             return [self.path / Path(name).name for name in sorted(names)]
-        found = [self.path / name for name in FOLDER_NAMES if (self.path / name).is_file()]
-        return found[:1]
+        files = [self.path / name for name in FOLDER_NAMES if (self.path / name).is_file()]
+        return files[:1]
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """The tensors by their headers; none of pickled files, which would have to be read."""
-        found: dict[str, Weight] = {}
+        weights: dict[str, Weight] = {}
         for file in self.files:
             if file.suffix not in PICKLED:
-                found |= _header(file)
-        return found
+                weights |= _header(file)
+        return weights
 
 
 def _header(file: Path) -> dict[str, Weight]:
@@ -247,5 +247,5 @@ def mtp_layers(folder: ModelFolder) -> int:
     said = next((int(folder.layer[name]) for name in MTP if folder.layer.get(name)), 0)
     if said or _type(folder) not in UNSAID:
         return said
-    found = map(re.compile(UNSAID[_type(folder)]).match, folder.weights)
-    return len({match[1] for match in found if match})
+    matches = map(re.compile(UNSAID[_type(folder)]).match, folder.weights)
+    return len({match[1] for match in matches if match})

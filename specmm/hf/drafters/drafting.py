@@ -240,8 +240,8 @@ def preset_of(method: methods.Composed) -> Method:
     """
     choice = method.choice
     if not isinstance(choice.drafter, str) or of_others(choice.drafter):
-        found: Any = method
-        return found
+        preset: Any = method
+        return preset
 
     def options(name: str) -> set[str]:
         return {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
@@ -280,14 +280,14 @@ def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
 def _other_kind(method: str, folder: Path) -> ValueError | None:
     """The error for a ``folder`` with a drafter of other methods; None if it is not one."""
     try:
-        found = recognised(ModelFolder(folder))
+        kind = recognised(ModelFolder(folder))
     except ValueError:
         return None
-    if method in found.methods or not found.methods:
+    if method in kind.methods or not kind.methods:
         return None
     return ValueError(
-        f"method {method!r} needs a drafter of its own, got a {found.title} in {folder}, which is "
-        f"for {' or '.join(found.methods)}; give another folder, or leave the method out"
+        f"method {method!r} needs a drafter of its own, got a {kind.title} in {folder}, which is "
+        f"for {' or '.join(kind.methods)}; give another folder, or leave the method out"
     )
 
 

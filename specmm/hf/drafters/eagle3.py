@@ -97,8 +97,8 @@ class BoundEagle3:
         if memory is not self._memory:
             self._memory = memory
             self._past = None if memory is None else as_transformers([m for m in memory if m])
-        found: Tensor = self.head(slots, positions, bias, self._past)
-        return found
+        states: Tensor = self.head(slots, positions, bias, self._past)
+        return states
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [B, n, v] of predicted ``states`` [B, n, C], by the head's or target's table."""

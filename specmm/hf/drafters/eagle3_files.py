@@ -204,13 +204,13 @@ def _rope(facts: Facts) -> dict[str, Any]:
 
 def _mask(facts: Facts, source: object) -> int:
     """The token that a P-EAGLE head reads where none is known yet."""
-    found = next((facts[name] for name in MASK_IDS if facts.get(name) is not None), None)
-    if type(found) is not int:
+    mask = next((facts[name] for name in MASK_IDS if facts.get(name) is not None), None)
+    if type(mask) is not int:
         raise ValueError(
             f"{source} must name the mask token of a head with mask_hidden by {MASK_IDS[0]}, got "
-            f"{found}"
+            f"{mask}"
         )
-    return found
+    return mask
 
 
 def save_eagle3(
@@ -272,10 +272,10 @@ def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | No
         "scaled rotary positions": eagle and sizes.rope_parameters["rope_type"] != "default",
         "layers of its own choice": eagle and not _usual(config, target),
     }
-    if found := [name for name, without in lacks.items() if without]:
+    if lacking := [name for name, without in lacks.items() if without]:
         raise ValueError(
-            f"a head in layout {layout} must do without {', '.join(found)}; write another layout: "
-            f"{', '.join(name for name in LAYOUTS if name != layout)}"
+            f"a head in layout {layout} must do without {', '.join(lacking)}; write another "
+            f"layout: {', '.join(name for name in LAYOUTS if name != layout)}"
         )
 
 
@@ -356,8 +356,8 @@ def _mrope(config: Eagle3Config) -> dict[str, Any]:
     """The keys of M-RoPE, if the head has it."""
     if not config.sections:
         return {}
-    found: dict[str, Any] = {"mrope_section": list(config.sections)}
-    return found | ({"mrope_interleaved": True} if config.interleaved else {})
+    rope: dict[str, Any] = {"mrope_section": list(config.sections)}
+    return rope | ({"mrope_interleaved": True} if config.interleaved else {})
 
 
 def _flat_state(state: State, config: Eagle3Config) -> State:

@@ -168,8 +168,8 @@ class Eagle3Head(nn.Module):
         self.t2d.fill_(False)[ordered] = True
 
     def bound(self, target: VLMTarget) -> BoundNetwork:
-        found: BoundNetwork = named("specmm.hf.drafters.eagle3:BoundEagle3")(self, target)
-        return found
+        network: BoundNetwork = named("specmm.hf.drafters.eagle3:BoundEagle3")(self, target)
+        return network
 
     def mixed(self, hidden: Tensor) -> Tensor:
         """The target's states [..., F·W] side by side as the first layer reads them [..., C]."""

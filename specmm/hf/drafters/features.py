@@ -315,14 +315,14 @@ def make(method: Grown, target: VLMTarget, drafter: Any, tokenizer: object) -> A
 def as_chains(method: Grown) -> Grown:
     """``method`` with chains in place of the default trees; a log entry says so."""
     plain = type(method)()
-    found = method
+    chains = method
     if method.sampled and method.tree == plain.tree:
-        found = dataclasses.replace(method, tree=(1,) * len(plain.tree))
+        chains = dataclasses.replace(method, tree=(1,) * len(plain.tree))
     elif not method.sampled and (method.top_k, method.total) == (plain.top_k, plain.total):
-        found = dataclasses.replace(method, top_k=1, total=method.depth + 2)
-    if found is not method:
-        logger.info("layers with states take chains: %s drafts as %s", method.name, found)
-    return found
+        chains = dataclasses.replace(method, top_k=1, total=method.depth + 2)
+    if chains is not method:
+        logger.info("layers with states take chains: %s drafts as %s", method.name, chains)
+    return chains
 
 
 def candidates(target: VLMTarget, network: FeatureNetwork, kind: Grown) -> list[Candidate]:
@@ -335,11 +335,11 @@ def candidates(target: VLMTarget, network: FeatureNetwork, kind: Grown) -> list[
     table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
     if target.family.chains_only:
         table = tuple(level[:1] for level in table)
-    found = []
+    listed = []
     for shape, tau in (best_tree(table, n, len(table)) for n in SIZES):
         method = dataclasses.replace(kind, sampled=True, tree=tuple(shape.parents[0].tolist()))
-        found.append(Candidate(method, tau, shape.size, shape.depth))
-    return list(dict.fromkeys(found))
+        listed.append(Candidate(method, tau, shape.size, shape.depth))
+    return list(dict.fromkeys(listed))
 
 
 def measure_acceptance(
@@ -369,8 +369,8 @@ def acceptance_of(
     target: VLMTarget, network: FeatureNetwork, prompts: Sequence[VLMPrompt], ends: Sequence[int]
 ) -> dict[float, Acceptance]:
     """Acceptance by temperature, measured on answers to ``prompts``, for ``auto``'s plans."""
-    found = {}
+    tables = {}
     for temperature in (0.0, 1.0):
         judge = VLMTarget(target.model, Processor(temperature), target.name)
-        found[temperature] = measure_acceptance(judge, network, prompts, ends)
-    return found
+        tables[temperature] = measure_acceptance(judge, network, prompts, ends)
+    return tables

@@ -61,13 +61,13 @@ def renamed(state: Mapping[str, Tensor], table: Mapping[str, str]) -> State:
     """``state`` without ``model.`` before its names, and their prefixes changed as the ``table``
     says (theirs: ours).
     """
-    found: State = {}
+    new_state: State = {}
     for name, tensor in state.items():
         name = name.removeprefix("model.")
         for theirs, ours in table.items():
             name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
-        found[name] = tensor
-    return found
+        new_state[name] = tensor
+    return new_state
 
 
 def cast(module: Network, dtype: torch.dtype) -> Network:
@@ -156,15 +156,15 @@ def plain_rope(facts: Facts, base: float, windows: bool = False) -> dict[str, An
 def read_acceptance(folder: Path) -> dict[float, Acceptance]:
     """The tables by temperature in ``folder``; none where the drafter was never measured."""
     file = folder / ACCEPTANCE
-    found = read_json(file) if file.exists() else {}
+    tables = read_json(file) if file.exists() else {}
     return {
         float(temperature): tuple(tuple(row) for row in table)
-        for temperature, table in found.items()
+        for temperature, table in tables.items()
     }
 
 
 def write_acceptance(tables: Mapping[float, Acceptance], folder: Path) -> None:
     """Write the ``tables`` by temperature to ``folder``, if there are any."""
     if tables:
-        found = {str(temperature): table for temperature, table in tables.items()}
-        (folder / ACCEPTANCE).write_text(json.dumps(found, indent=1) + "\n")
+        content = {str(temperature): table for temperature, table in tables.items()}
+        (folder / ACCEPTANCE).write_text(json.dumps(content, indent=1) + "\n")

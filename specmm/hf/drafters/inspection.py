@@ -59,14 +59,14 @@ class Wanted:
     def misfits(self, config: PreTrainedConfig) -> list[str]:
         """Why a drafter of such a target cannot draft for one of ``config``; empty if it can."""
         text: Any = config.get_text_config(decoder=True)
-        found = {
+        misfits = {
             "width": (self.width, text.hidden_size),
             "vocabulary": (self.vocabulary, text.vocab_size),
             "number of layers": (self.layers, text.num_hidden_layers),
         }
         why = [
             f"it needs a target of {what} {wanted}, got {given}"
-            for what, (wanted, given) in found.items()
+            for what, (wanted, given) in misfits.items()
             if wanted is not None and wanted != given
         ]
         if self.reads and max(self.reads) >= text.num_hidden_layers:
@@ -146,15 +146,15 @@ class _Reader:
             does = {"ask": "answers", "complete": "continues"}.get(command)
             registry = methods.VQA if does == "answers" else methods.TEXT
             return {does: tuple(registry)} if does else {}
-        found = {}
+        uses = {}
         names = self.folder.weights
         if not names or any(picture.scores in name for name in names):
-            found["draws"] = tuple(methods.TRANSFORMERS_IMAGES)
+            uses["draws"] = tuple(methods.TRANSFORMERS_IMAGES)
         else:
             self.notes.append(f"it does not draw: none of its weights is named {picture.scores}…")
         if processes(self.folder.path):
-            found["answers"] = tuple(methods.VQA)
-        return found
+            uses["answers"] = tuple(methods.VQA)
+        return uses
 
     def _wanted(self) -> Wanted:
         facts = self.folder.facts
@@ -206,20 +206,20 @@ class _Reader:
     def _sizes(self) -> dict[str, int | str]:
         facts = self.folder.facts
         weights = self.folder.weights
-        found: dict[str, int | str] = {}
+        sizes: dict[str, int | str] = {}
         for what in SIZES:
             if (value := self._size(what)) is not None:
-                found[what] = value
+                sizes[what] = value
         for name in OTHERS:
             value = {**facts, **(facts.get("dflash_config") or {})}.get(name)
             if isinstance(value, int | str) and value:
-                found[name] = value
+                sizes[name] = value
         if weights:
-            found["parameters"] = sum(prod(one.shape) for one in weights.values())
-            found["dtype"] = ", ".join(sorted({one.dtype for one in weights.values()}))
+            sizes["parameters"] = sum(prod(one.shape) for one in weights.values())
+            sizes["dtype"] = ", ".join(sorted({one.dtype for one in weights.values()}))
         if self.folder.files:
-            found["bytes"] = sum(file.stat().st_size for file in self.folder.files)
-        return found
+            sizes["bytes"] = sum(file.stat().st_size for file in self.folder.files)
+        return sizes
 
 
 def find_folder(name: str | Path) -> Path:
@@ -253,49 +253,49 @@ def inspect(name: str | Path, target: str | Path | None = None) -> Inspection:
     weights or tokenizer is not loaded, and ``notes`` say so. Raises ``ValueError`` for anything
     that is neither a drafter nor a model.
     """
-    found = read_folder(ModelFolder(find_folder(name)))
+    inspection = read_folder(ModelFolder(find_folder(name)))
     if target is None:
-        return found
+        return inspection
     place = find_target(target)
     if not _Reader(ModelFolder(place)).composed:
-        misfits = _misfits(found, load_config(weights_folder(place)))
+        misfits = _misfits(inspection, load_config(weights_folder(place)))
         if misfits:
-            return dataclasses.replace(found, misfits=tuple(misfits))
-    return _tried(found, place, str(target))
+            return dataclasses.replace(inspection, misfits=tuple(misfits))
+    return _tried(inspection, place, str(target))
 
 
-def _tried(found: Inspection, place: Path, name: str) -> Inspection:
-    """``found``, completed by loading it with the target in ``place``."""
+def _tried(report: Inspection, place: Path, name: str) -> Inspection:
+    """``report``, completed by loading the drafter with the target in ``place``."""
     reader = _Reader(ModelFolder(place))
     opens = [PIPELINES[does] for does in reader.inspection().takes if does in PIPELINES]
     if not opens or not (reader.speaks or reader.composed):
         note = f"{name} has no tokenizer or says nothing: sizes alone were compared"
-        return dataclasses.replace(found, notes=(*found.notes, note), misfits=())
+        return dataclasses.replace(report, notes=(*report.notes, note), misfits=())
     kind, asked = opens[0]
     pipe = named(kind).from_pretrained(name)
-    if misfits := _misfits(found, pipe.model.config):
-        return dataclasses.replace(found, misfits=tuple(misfits))
+    if misfits := _misfits(report, pipe.model.config):
+        return dataclasses.replace(report, misfits=tuple(misfits))
     target, _ = pipe.prepared(*asked)
     refused: dict[str, str] = {}
-    for method in found.methods:
+    for method in report.methods:
         try:
             chosen = methods.make(pipe.registry, method)
-            drafter = load_drafter(method, Path(found.folder), pipe.model)
+            drafter = load_drafter(method, Path(report.folder), pipe.model)
             assemble(chosen, target, drafter, pipe.tokenizer)
         except ValueError as error:
             refused[method] = str(error)
-    kept = tuple(method for method in found.methods if method not in refused)
+    kept = tuple(method for method in report.methods if method not in refused)
     if not kept:
-        return dataclasses.replace(found, misfits=(next(iter(refused.values())),))
-    notes = (*found.notes, *(f"not by {method} here: {why}" for method, why in refused.items()))
-    use = found.use.replace(f"--method {found.methods[0]} ", f"--method {kept[0]} ")
-    return dataclasses.replace(found, notes=notes, use=use, misfits=())
+        return dataclasses.replace(report, misfits=(next(iter(refused.values())),))
+    notes = (*report.notes, *(f"not by {method} here: {why}" for method, why in refused.items()))
+    use = report.use.replace(f"--method {report.methods[0]} ", f"--method {kept[0]} ")
+    return dataclasses.replace(report, notes=notes, use=use, misfits=())
 
 
-def _misfits(found: Inspection, config: PreTrainedConfig) -> list[str]:
-    if not found.methods:
-        return [f"no method here drafts with a {found.format}"]
-    wanted = found.wanted
+def _misfits(inspection: Inspection, config: PreTrainedConfig) -> list[str]:
+    if not inspection.methods:
+        return [f"no method here drafts with a {inspection.format}"]
+    wanted = inspection.wanted
     if wanted.vocabulary is not None and wanted.width is None:  # a model that shares tokens
         size = int(config.get_text_config(decoder=True).vocab_size)
         if abs(wanted.vocabulary - size) <= PADDING:

@@ -146,9 +146,9 @@ class MtpDrafter:
         assert context is not None
         ends = (context.lengths - 1)[:, None]
         ids = target.prompt.input_ids.roll(-1, 1).scatter(1, ends, token[:, None])
-        found = target.family.plain_embedding(ids)
+        embeddings = target.family.plain_embedding(ids)
         pictures = context.image_mask.roll(-1, 1).scatter(1, ends, False)
-        return torch.where(pictures[..., None], context.embeddings.roll(-1, 1), found)
+        return torch.where(pictures[..., None], context.embeddings.roll(-1, 1), embeddings)
 
 
 def _at(states: Tensor, slots: Tensor) -> Tensor:

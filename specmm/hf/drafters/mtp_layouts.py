@@ -117,8 +117,8 @@ class MtpModel(modeling_layers.MtpModel):
         """A layout's renamings, and the model's own conversions within a layer."""
         layout = layout_of(main_model.config)
         if layout is None:
-            found: list[WeightTransform] = super().get_weight_conversions(main_model)
-            return found
+            conversions: list[WeightTransform] = super().get_weight_conversions(main_model)
+            return conversions
         named: list[WeightTransform] = [WeightRenaming(*pair) for pair in layout.names]
         return named + get_model_conversion_mapping(main_model)
 

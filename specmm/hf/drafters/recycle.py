@@ -84,8 +84,8 @@ class RecycleDrafter:
             tokens = root.repeat(1, self.shape.size)
             row = torch.arange(len(root), device=root.device)[:, None]
             for nodes, parents, ranks in self.levels:
-                found = self.after[row, tokens[:, parents], ranks].long()
-                tokens[:, nodes] = torch.where(found == UNKNOWN, root, found)
+                children = self.after[row, tokens[:, parents], ranks].long()
+                tokens[:, nodes] = torch.where(children == UNKNOWN, root, children)
         return DraftTree(tokens, self.shape)
 
     def _learn(self, feedback: Feedback) -> None:

@@ -51,8 +51,8 @@ class SuffixTree:
     def add(self, state: int, token: int) -> int:
         """The state of the text of ``state``, which ends here, with ``token`` after it."""
         length = self.length[state] + 1
-        found = self.follow[state].get(token)
-        if found is None:
+        after = self.follow[state].get(token)
+        if after is None:
             new = self._append({}, length, ROOT, 0)
             while state >= 0 and token not in self.follow[state]:
                 self.follow[state][token] = new
@@ -78,13 +78,13 @@ class SuffixTree:
 
     def _exactly(self, state: int, token: int) -> int:
         """The state that follows ``state`` by ``token``, split if it stands for longer texts."""
-        found = self.follow[state][token]
+        after = self.follow[state][token]
         length = self.length[state] + 1
-        if self.length[found] == length:
-            return found
-        new = self._append(self.follow[found].copy(), length, self.link[found], self.count[found])
-        self.link[found] = new
-        while state >= 0 and self.follow[state].get(token) == found:
+        if self.length[after] == length:
+            return after
+        new = self._append(self.follow[after].copy(), length, self.link[after], self.count[after])
+        self.link[after] = new
+        while state >= 0 and self.follow[state].get(token) == after:
             self.follow[state][token] = new
             state = self.link[state]
         return new
@@ -96,8 +96,8 @@ class SuffixTree:
             while state != ROOT and token not in self.follow[state]:
                 state = self.link[state]
                 length = self.length[state]
-            found = self.follow[state].get(token)
-            state, length = (ROOT, 0) if found is None else (found, length + 1)
+            after = self.follow[state].get(token)
+            state, length = (ROOT, 0) if after is None else (after, length + 1)
         return state, length
 
     def guess(self, state: int, matched: int, length: int, least: float) -> Guess:
@@ -221,8 +221,8 @@ class SuffixRow:
         best = tree.guess(self.state, tree.length[self.state], length, least)
         if self.earlier is None:
             return best
-        found = [(each, *each.match(self.latest)) for each in self.earlier.trees]
-        guesses = [each.guess(state, many, length, least) for each, state, many in found]
+        matches = [(each, *each.match(self.latest)) for each in self.earlier.trees]
+        guesses = [each.guess(state, many, length, least) for each, state, many in matches]
         return max(best, *guesses, key=lambda guess: sum(guess.probs))
 
 

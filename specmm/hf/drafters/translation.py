@@ -81,11 +81,11 @@ class Translation:
             if ours is not None and theirs is not None and ours < vocabulary and theirs < rows:
                 ids[ours] = theirs
                 shared[ours] = True
-        found = int(shared.sum())
-        if found < LEAST * vocabulary:
+        count = int(shared.sum())
+        if count < LEAST * vocabulary:
             raise ValueError(
                 f"drafter must share at least {LEAST:.0%} of the target's {vocabulary} tokens, got "
-                f"{found}; use a drafter whose tokenizer splits text alike"
+                f"{count}; use a drafter whose tokenizer splits text alike"
             )
         return cls(ids, shared)
 
@@ -118,5 +118,5 @@ def _spelled_in_bytes(token: str) -> bytes:
 
 
 def _spelled_in_letters(token: str) -> bytes:
-    found = BYTE.fullmatch(token)
-    return bytes.fromhex(found[1]) if found else token.replace(SPACE, " ").encode()
+    match = BYTE.fullmatch(token)
+    return bytes.fromhex(match[1]) if match else token.replace(SPACE, " ").encode()

@@ -112,8 +112,8 @@ class Placing:
         """The dtype to load in: the files' own, so that :meth:`put` makes the only copy; the wanted
         dtype if files differ or transformers places the model; None for the config's.
         """
-        found = None if self.options else stored_dtype(self._files)
-        return found or self.place.dtype
+        stored = None if self.options else stored_dtype(self._files)
+        return stored or self.place.dtype
 
     def loaded(
         self, load: Callable[[torch.dtype | None], T], model_of: Callable[[T], Any] = lambda x: x
@@ -121,8 +121,8 @@ class Placing:
         """Call ``load`` with :attr:`dtype`; load again in the wanted dtype if the model, which
         ``model_of`` takes from the result, is :meth:`rounded`.
         """
-        found = load(self.dtype)
-        return load(self.place.dtype) if self.rounded(model_of(found)) else found
+        result = load(self.dtype)
+        return load(self.place.dtype) if self.rounded(model_of(result)) else result
 
     def rounded(self, model: Any) -> bool:
         """Whether ``model``, loaded in :attr:`dtype`, computed a buffer with less precision than

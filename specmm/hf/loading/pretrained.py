@@ -169,8 +169,8 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
 
 
 def _unreadable(folder: str | Path, error: Exception) -> ValueError:
-    found = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-    return ValueError(f"{folder} must hold readable weights, got: {found}; {ADVICE}")
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return ValueError(f"{folder} must hold readable weights, got: {reason}; {ADVICE}")
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
@@ -189,22 +189,22 @@ def load_tokenizer(folder: str | Path, **options: Any) -> Any:
     without either, and without any tokenizer.
     """
     try:
-        found = _without_code(AutoTokenizer, folder, options)
+        tokenizer = _without_code(AutoTokenizer, folder, options)
     except (OSError, ValueError) as error:
         if any(file for pattern in VOCABULARIES for file in Path(folder).glob(pattern)):
             raise
         raise _no_vocabulary(folder) from error
-    _check_vocabulary(found, folder)
-    return found
+    _check_vocabulary(tokenizer, folder)
+    return tokenizer
 
 
 def load_processor(folder: str | Path, **options: Any) -> Any:
     """The processor in ``folder``, its tokenizer as by :func:`load_tokenizer`."""
     from transformers import AutoProcessor  # here, for texts need none
 
-    found = _without_code(AutoProcessor, folder, options)
-    _check_vocabulary(getattr(found, "tokenizer", None), folder)
-    return found
+    processor = _without_code(AutoProcessor, folder, options)
+    _check_vocabulary(getattr(processor, "tokenizer", None), folder)
+    return processor
 
 
 def _check_vocabulary(tokenizer: Any, folder: str | Path) -> None:

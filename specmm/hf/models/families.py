@@ -152,8 +152,8 @@ class Family:
     def inner(self) -> int:
         """The width of a feed-forward layer."""
         widths = (getattr(self.config, name, None) for name in INNER)
-        found = next(filter(None, widths), 4 * self.config.hidden_size)
-        return max(found) if isinstance(found, list) else int(found)
+        width = next(filter(None, widths), 4 * self.config.hidden_size)
+        return max(width) if isinstance(width, list) else int(width)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -267,8 +267,8 @@ class Family:
         """Positions after which "dynamic" rotary embeddings depend on the longest text of a
         forward, so that a draft's would differ from a single token's; None for other embeddings.
         """
-        found = int(getattr(self.config, "max_position_embeddings", None) or 0)
-        each = [_original(rope, found) for rope in self._scaled if rope["rope_type"] == "dynamic"]
+        length = int(getattr(self.config, "max_position_embeddings", None) or 0)
+        each = [_original(rope, length) for rope in self._scaled if rope["rope_type"] == "dynamic"]
         return min(each, default=None)
 
     @property
@@ -491,8 +491,8 @@ def after_head(model: PreTrainedModel) -> AfterHead:
 
     def find() -> AfterHead:
         own_logits(model, plain_tokens(model.config, 1)[None])
-        found: AfterHead = facts(model)[AFTER_HEAD]
-        return found
+        answer: AfterHead = facts(model)[AFTER_HEAD]
+        return answer
 
     return fact(model, AFTER_HEAD, find)
 
@@ -549,9 +549,9 @@ def stored_sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
 
 def room_of(config: Any) -> int:
     """Most positions of a text, including those that scaled rotary embeddings add."""
-    found = int(getattr(config, "max_position_embeddings", None) or 0)
-    longest = (int(_original(rope, found) * rope["factor"]) for rope in _scaled(config))
-    return max(found, *longest, 0) or sys.maxsize
+    length = int(getattr(config, "max_position_embeddings", None) or 0)
+    longest = (int(_original(rope, length) * rope["factor"]) for rope in _scaled(config))
+    return max(length, *longest, 0) or sys.maxsize
 
 
 def _scaled(config: Any) -> list[dict[str, Any]]:
@@ -561,9 +561,9 @@ def _scaled(config: Any) -> list[dict[str, Any]]:
     return [kind for kind in each if kind.get("factor") and kind.get("rope_type") in SCALED]
 
 
-def _original(rope: dict[str, Any], found: int) -> int:
+def _original(rope: dict[str, Any], length: int) -> int:
     """Positions that rotary embeddings ``rope`` had before they were scaled."""
-    return int(rope.get("original_max_position_embeddings") or found)
+    return int(rope.get("original_max_position_embeddings") or length)
 
 
 def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:
@@ -600,15 +600,15 @@ class FewRows(nn.Module):
 
     def scored(self, states: Tensor) -> Tensor:
         """Logits [..., v] of ``states`` [..., C]."""
-        found: Tensor = self.few(states.to(self.few.weight.dtype))
-        return found
+        logits: Tensor = self.few(states.to(self.few.weight.dtype))
+        return logits
 
 
 def few_rows(kind: type[Rows], head: nn.Linear, ids: Tensor) -> Rows:
     """Shared, up-to-date rows of ``head`` for the tokens ``ids`` [v], of class ``kind``."""
-    found = fact(head, (kind, tuple(ids.tolist())), partial(kind, head, ids))
-    found.read(head)
-    return found
+    rows = fact(head, (kind, tuple(ids.tolist())), partial(kind, head, ids))
+    rows.read(head)
+    return rows
 
 
 def _without(logits: Tensor, hidden: Tensor | None) -> Tensor:
@@ -629,27 +629,26 @@ def _special(config: PreTrainedConfig) -> set[int]:
     return {i for v in values for i in (v if isinstance(v, list) else [v]) if isinstance(i, int)}
 
 
-def _fitted(known: Tensor, found: Tensor) -> AfterHead:
-    """What the model's class does to logits: scale, cap and hidden tokens, found by making the head
-    return the numbers ``known`` [P] (``KNOWN``), of which the class made the logits ``found`` [P,
-    V].
+def _fitted(known: Tensor, computed: Tensor) -> AfterHead:
+    """How the model's class changes logits: scale, cap and hidden tokens. A head that returned the
+    numbers ``known`` [P] (``KNOWN``) led to the logits ``computed`` [P, V].
 
-    Raises ``ValueError`` if these three do not explain ``found``.
+    Raises ``ValueError`` if these three do not explain ``computed``.
     """
-    shut = (found == torch.finfo(found.dtype).min).all(0)
-    open_ones = found[:, ~shut]
+    shut = (computed == torch.finfo(computed.dtype).min).all(0)
+    open_ones = computed[:, ~shut]
     hidden = tuple(shut.nonzero()[:, 0].tolist()) if open_ones.numel() else ()
-    found = open_ones if hidden else found
-    values = found[:, 0].double()
+    computed = open_ones if hidden else computed
+    values = computed[:, 0].double()
     small = float(values[0])
     large = float(values[1])
-    rounding = ROUNDINGS * torch.finfo(found.dtype).eps
+    rounding = ROUNDINGS * torch.finfo(computed.dtype).eps
     # a logit of LARGE grows in proportion to one of SMALL unless a tanh caps it
     cap = large if abs(large) < abs(small) / SMALL * LARGE / 2 else None
     scale = (small if cap is None else cap * float(torch.atanh(values[0] / cap))) / SMALL
     fitted = AfterHead(1.0 if abs(scale - 1) <= rounding else scale, cap, hidden)
-    wanted = fitted(known).to(found.dtype)[:, None].expand_as(found)
-    if not torch.allclose(found, wanted, rtol=rounding, atol=rounding):
+    wanted = fitted(known).to(computed.dtype)[:, None].expand_as(computed)
+    if not torch.allclose(computed, wanted, rtol=rounding, atol=rounding):
         raise ValueError(
             "it does more to its logits after the head than to scale, to cap and to hide them"
         )

@@ -243,8 +243,8 @@ def zipped(old: Call, new: Call, most: int, join: Callable[[Tensor, Tensor], Ten
 
 def tokens_of(output: Any, width: int) -> Tensor:
     """The first tensor [R, ``width``, ...] of a module's ``output``."""
-    found: Tensor = next(x for x in pytree.tree_leaves(output) if of_tokens(x, width))
-    return found
+    states: Tensor = next(x for x in pytree.tree_leaves(output) if of_tokens(x, width))
+    return states
 
 
 def _float(x: Tensor) -> Tensor:

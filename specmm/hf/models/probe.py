@@ -156,9 +156,9 @@ def _prepares_otherwise(model: PreTrainedModel) -> bool:
     """Whether the object's method that prepares generate's inputs was replaced, as PEFT does during
     a call.
     """
-    found = vars(model).get("prepare_inputs_for_generation")
+    override = vars(model).get("prepare_inputs_for_generation")
     own = getattr(type(model), "prepare_inputs_for_generation", None)
-    return found is not None and getattr(found, "__func__", found) is not own
+    return override is not None and getattr(override, "__func__", override) is not own
 
 
 def _noise(model: PreTrainedModel) -> float:
@@ -178,7 +178,7 @@ def _noise(model: PreTrainedModel) -> float:
     return fact(model, "noise", find)
 
 
-def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
+def _agreeing(family: Family, compute: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
     """The first of the ``family``'s ways whose log-probabilities equal those ``wanted``; else the
     nearest one, if it is within the model's own noise; else the reason why none fits.
     """
@@ -191,7 +191,7 @@ def _agreeing(family: Family, found: Callable[[Way], Tensor], wanted: Tensor) ->
     faults: list[tuple[float, str, Way]] = []
     for way in ways:
         try:
-            off = _distance(found(way), wanted)
+            off = _distance(compute(way), wanted)
         except Exception as error:
             fault = f"its forward fails with a cache that holds draft trees ({_told(error)})"
             faults.append((float("inf"), fault, way))
@@ -217,8 +217,8 @@ def own_noise(model: PreTrainedModel) -> dict[str, str]:
     """For certificates: how much forwards of a checked ``model`` differ from one another, if by
     more than rounding.
     """
-    found: dict[str, str] = facts(model).get(DIFFERING, {})
-    return found
+    differing: dict[str, str] = facts(model).get(DIFFERING, {})
+    return differing
 
 
 def _embeds_alike(family: Family) -> bool:
@@ -245,11 +245,11 @@ def _embeds_alike(family: Family) -> bool:
         handle.remove()
 
 
-def _distance(found: Tensor, wanted: Tensor) -> float:
+def _distance(computed: Tensor, wanted: Tensor) -> float:
     """The largest difference of log-probabilities, as a share of their range."""
     wanted = wanted.clamp(min=LEAST)
     spread = (wanted.amax() - wanted.amin()).clamp(min=1e-6)
-    return float((found.clamp(min=LEAST) - wanted).abs().amax() / spread)
+    return float((computed.clamp(min=LEAST) - wanted).abs().amax() / spread)
 
 
 def _told(error: Exception) -> str:
@@ -291,7 +291,7 @@ def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int
     drafts = tokens[PROMPTS[0] :]
     forced = [drafts[[*path, *path[:1] * (width - len(path))]].tolist() for path in longest]
     places = [len(path) for path in paths]
-    found = []
+    steps = []
     for count in PROMPTS:
 
         def next_token(row: int, before: Tensor, count: int = count) -> list[int]:
@@ -299,8 +299,8 @@ def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int
 
         inputs = {"input_ids": tokens[:count].expand(len(longest), -1).to(model.device)}
         _, logits = _generate(model, inputs, width + 1, prefix_allowed_tokens_fn=next_token)
-        found.append(logits[row_of, places])
-    return torch.stack(found)
+        steps.append(logits[row_of, places])
+    return torch.stack(steps)
 
 
 def _begins(path: tuple[int, ...], other: tuple[int, ...]) -> bool:
@@ -344,14 +344,14 @@ def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, trees: Trees) -> Te
     """Log-probabilities [B, 1 + N, V] after ``prompt``, and by one pass over each of the ``trees``
     of ``drafts`` [B, N].
     """
-    found = [target.prefill(prompt, max(len(parents) for parents, _ in trees)).probs]
+    scores = [target.prefill(prompt, max(len(parents) for parents, _ in trees)).probs]
     left = drafts
     for parents, kept in trees:
         shape = TreeShape.from_parents(parents, drafts.device)
-        found.append(target.score(DraftTree(left[:, : shape.size], shape)).probs)
+        scores.append(target.score(DraftTree(left[:, : shape.size], shape)).probs)
         if kept:
             path = torch.arange(kept, device=drafts.device).expand(len(drafts), -1)
             counts = torch.full_like(left[:, 0], kept)
             target.commit(VerifyResult(path, counts, left[:, shape.size]))
         left = left[:, shape.size :]
-    return torch.cat(found, dim=1).log()
+    return torch.cat(scores, dim=1).log()

@@ -71,18 +71,18 @@ class RowProcessors:
         if len(groups) == 1 and isinstance(groups[0][0], Processor):
             return groups[0][0].probs(logits, history, tree)
         kind = torch.promote_types(logits.dtype, torch.float32)
-        found = torch.empty_like(logits, dtype=kind)
+        probs = torch.empty_like(logits, dtype=kind)
         for own, rows in groups:
             some = torch.tensor(rows, device=logits.device)
             part = None if tree is None else _part(tree, some)
             try:
-                found[some] = own.probs(logits[some], history.rows(some), part)
+                probs[some] = own.probs(logits[some], history.rows(some), part)
             except Exception as error:
                 if out_of_memory(error):
                     raise
                 self.failed |= dict.fromkeys(rows, error)
-                found[some] = torch.eye(1, found.shape[-1], device=found.device)
-        return found
+                probs[some] = torch.eye(1, probs.shape[-1], device=probs.device)
+        return probs
 
 
 def _alike(one: ProbsProcessor, other: ProbsProcessor) -> bool:
@@ -206,10 +206,10 @@ class RowsTarget(VLMTarget):
 
     def without_cache(self) -> RowsTarget:
         """A copy with the state that drafters read of a prompt, without its keys and values."""
-        found = copy.copy(self)
+        target = copy.copy(self)
         for name in ("cache", "past", "history", "logits"):
-            vars(found).pop(name, None)
-        return found
+            vars(target).pop(name, None)
+        return target
 
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         self.logits = logits  # [B, N, V], for those who ask how likely a token was
@@ -480,17 +480,17 @@ class Reading:
         """
         if len(self.prompt.lengths) == 1:
             return self.alone
-        found = copy.copy(self.alone)
+        reading = copy.copy(self.alone)
         length = int(self.prompt.lengths[number])
         some = slice(number, number + 1)
-        found.prompt = VLMPrompt({"input_ids": self.prompt.input_ids[some, :length]}, 1)
-        found.offsets = self.alone.offsets[..., some]
-        found.begins = self.alone.begins[some]
-        found.history = self.alone.history.rows(torch.tensor([number], device=found.device))
+        reading.prompt = VLMPrompt({"input_ids": self.prompt.input_ids[some, :length]}, 1)
+        reading.offsets = self.alone.offsets[..., some]
+        reading.begins = self.alone.begins[some]
+        reading.history = self.alone.history.rows(torch.tensor([number], device=reading.device))
         if (context := self.alone.context) is not None:
             parts = (context.hidden, context.embeddings)
             hidden, embeddings = (part[some, :length] for part in parts)
             mask, positions = context.image_mask[some, :length], context.positions
             positions = None if positions is None else positions[:, some, :length]
-            found.context = Context(hidden, embeddings, context.lengths[some], mask, positions)
-        return found
+            reading.context = Context(hidden, embeddings, context.lengths[some], mask, positions)
+        return reading

@@ -201,8 +201,8 @@ class VLMTarget:
         target = weakref.ref(self)  # the hooks must not keep it alive
 
         def listens() -> bool:
-            found = target()
-            return found is not None and (found.running or found.starting_row)
+            reader = target()
+            return reader is not None and (reader.running or reader.starting_row)
 
         whole = {len(own) - 1: self.family.decoder} if normed else {}
         self.aux = AuxStates([whole.get(i, own[i]) for i in layers], listens)

@@ -182,14 +182,14 @@ def _pictures_of(model: PreTrainedModel, folder: Path) -> Callable[[Tensor], Ten
             return vq.decode(latents, force_not_quantize=True).sample
 
         return pictures
-    found = named(VQGAN)(folder, model.config.vq_config)
-    if found is None:
+    vqgan = named(VQGAN)(folder, model.config.vq_config)
+    if vqgan is None:
         raise ValueError(
             f"{folder} has no decoder for pictures: put Chameleon's vqgan.ckpt into it, or the "
             f"tokenizer as a diffusers VQModel into {folder / 'vq'}, or give "
             "output_type='latent' for tokens alone"
         )
-    opened: Callable[[Tensor], Tensor] = found.to(model.device)
+    opened: Callable[[Tensor], Tensor] = vqgan.to(model.device)
     return opened
 
 

@@ -97,9 +97,9 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
 
 def _sampling(model: Any) -> dict[str, Any]:
     """Sampling settings of the model's own generate, which diffusers calls."""
-    found = own_sampling(model, samples=True)
+    settings = own_sampling(model, samples=True)
     width = int(model.config.get_text_config().vision_vocab_size)
-    return {**found, "top_k": min(found["top_k"], width)}
+    return {**settings, "top_k": min(settings["top_k"], width)}
 
 
 def _decode(model: Any, folder: Path) -> Decoder:
@@ -136,7 +136,7 @@ def _painter(folder: Path, dtype: torch.dtype) -> Any:
     """
     from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 
-    found = {
+    options = {
         "text_encoder": load_model(T5EncoderModel, folder / "text_encoder", dtype=dtype),
         "transformer": load_part(
             GlmImageTransformer2DModel, folder / "transformer", torch_dtype=dtype
@@ -144,7 +144,7 @@ def _painter(folder: Path, dtype: torch.dtype) -> Any:
         "vae": load_part(AutoencoderKL, folder / "vae", torch_dtype=dtype),
     }
     try:
-        return GlmImagePipeline.from_pretrained(folder, **{PARTS[0]: None}, **found)
+        return GlmImagePipeline.from_pretrained(folder, **{PARTS[0]: None}, **options)
     except (OSError, ValueError) as error:
         raise unreadable(folder, error) from error
 

@@ -47,8 +47,8 @@ def writer_of(model: PreTrainedModel, name: str = "the model") -> PictureModel:
             f"draw=True needs a model that writes text and pictures in turn "
             f"({', '.join(WRITERS)}), got {name} of type {kind!r}; leave draw out"
         )
-    found: PictureModel = named(WRITERS[kind])
-    return found
+    writer: PictureModel = named(WRITERS[kind])
+    return writer
 
 
 class Grammar:
@@ -79,10 +79,10 @@ class Grammar:
 
     def of_words(self) -> Grammar:
         """The grammar for answers in which no picture may begin."""
-        found = copy.copy(self)
-        found.masks = self.masks.clone()
-        found.masks[IN_TEXT, self.begin] = False
-        return found
+        grammar = copy.copy(self)
+        grammar.masks = self.masks.clone()
+        grammar.masks[IN_TEXT, self.begin] = False
+        return grammar
 
     def check_room(self, max_new_tokens: int) -> None:
         """Raise ``ValueError`` for answers that no picture fits into."""
@@ -95,8 +95,8 @@ class Grammar:
     def after(self, opened: Tensor, tokens: Tensor) -> Tensor:
         """Progress of pictures [...] after one more of ``tokens`` [...]."""
         closed = (opened == TEXT) | (tokens == self.end)
-        found = torch.where(closed, TEXT, (opened + 1).clamp(max=self.length))
-        return torch.where(tokens == self.begin, 0, found)
+        states = torch.where(closed, TEXT, (opened + 1).clamp(max=self.length))
+        return torch.where(tokens == self.begin, 0, states)
 
     def after_text(self, ids: Sequence[int]) -> int:
         """Progress after a prompt of ``ids``, which may hold whole pictures in any form."""
@@ -109,11 +109,11 @@ class Grammar:
         """Progress [B, N] after each node of ``tree``, whose root follows ``opened`` [B]."""
         root = self.after(opened, tree.tokens[:, 0])[:, None]
         parents = tree.shape.parents.clamp(min=0).expand_as(tree.tokens)
-        found = root.expand_as(tree.tokens)
+        states = root.expand_as(tree.tokens)
         for _ in range(tree.shape.depth):  # level by level
-            found = self.after(found.gather(1, parents), tree.tokens)
-            found = torch.cat([root, found[:, 1:]], dim=1)
-        return found
+            states = self.after(states.gather(1, parents), tree.tokens)
+            states = torch.cat([root, states[:, 1:]], dim=1)
+        return states
 
     def masked(self, logits: Tensor, opened: Tensor, left: Tensor) -> Tensor:
         """``logits`` [B, N, V] with ``-inf`` for tokens not allowed at the progress ``opened``
@@ -130,18 +130,18 @@ class Grammar:
 
         The tokens around pictures belong to neither.
         """
-        found: list[tuple[bool, list[int]]] = []
+        parts: list[tuple[bool, list[int]]] = []
         apart = True
         for token in ids:
             if token in (self.begin, self.end):
                 apart = True
                 continue
             drawn = token in self.codes
-            if apart or drawn != found[-1][0]:
-                found.append((drawn, []))
-            found[-1][1].append(token)
+            if apart or drawn != parts[-1][0]:
+                parts.append((drawn, []))
+            parts[-1][1].append(token)
             apart = False
-        return found
+        return parts
 
 
 class InterleavedTarget(VLMTarget):

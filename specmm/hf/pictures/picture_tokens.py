@@ -119,14 +119,14 @@ def own_sampling(model: Any, samples: bool = False) -> dict[str, Any]:
     """
     config = model.generation_config
     scale = config.guidance_scale
-    found = {} if scale is None else {"cfg": float(scale)}
+    settings = {} if scale is None else {"cfg": float(scale)}
     if not (samples or config.do_sample):
-        return found
+        return settings
     usual = GenerationConfig._get_default_generation_params()
     for name in ("temperature", "top_k", "top_p"):
         value = getattr(config, name)
-        found[name] = usual[name] if value is None else value
-    return found
+        settings[name] = usual[name] if value is None else value
+    return settings
 
 
 class PictureTarget(VLMTarget):

@@ -79,15 +79,15 @@ def _reached(things: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
     """The objects that ``things`` reach, each with the objects it holds, up to a limit. Classes and
     globals, which copies share, are followed if ``shared``.
     """
-    found: dict[int, tuple[Any, list[Any]]] = {}
+    reached: dict[int, tuple[Any, list[Any]]] = {}
     left = list(things)
     for thing in left:
-        if id(thing) not in found and type(thing) not in PLAIN:
-            found[id(thing)] = thing, _held(thing, shared)
-            left += found[id(thing)][1]
-        if len(found) == MOST:
+        if id(thing) not in reached and type(thing) not in PLAIN:
+            reached[id(thing)] = thing, _held(thing, shared)
+            left += reached[id(thing)][1]
+        if len(reached) == MOST:
             break
-    return list(found.values())
+    return list(reached.values())
 
 
 def _held(thing: Any, shared: bool) -> list[Any]:

@@ -45,14 +45,14 @@ class Chat:
                 "messages must be a list of {'role': …, 'content': …}, or a list of such lists, "
                 f"got {shown(messages) if messages else 'nothing'}"
             )
-        found = cls()
+        chat = cls()
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(
                     f"each of messages must have a role and a content, got {shown(message)}"
                 )
-            found.messages.append({**message, "content": found._content(message)})
-        return found
+            chat.messages.append({**message, "content": chat._content(message)})
+        return chat
 
     @property
     def texts(self) -> list[str]:
@@ -141,10 +141,10 @@ def written(
     for form in forms:
         try:
             said = [{**one, "content": form(one["content"])} for one in chat.messages]
-            found = str(write(said, **chat.more))
-            if fits(found, chat.texts, tokens):
-                return found
-            usual = found if usual is None else usual
+            text = str(write(said, **chat.more))
+            if fits(text, chat.texts, tokens):
+                return text
+            usual = text if usual is None else usual
         except (TemplateError, *FAULTS) as error:
             reason = " ".join(str(error).split())
     if usual is not None and not tokens:

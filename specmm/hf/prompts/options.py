@@ -178,16 +178,16 @@ class Options:
             more[name] = given[name]
         own = {name: value for name, value in given.items() if name in known}
         more = {name: value for name, value in more.items() if value}  # 0 and the like are off
-        found = cls(**{**defaults, **own}, more=more)
-        if found.grammar is not None or more:
-            found = found._constrained()
-        if found.messages is not None:
-            found = dataclasses.replace(found, messages=chats_of(found.messages), chat=True)
-        check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)
-        check_compiled(found.compiled)
-        if found.batch_size < 0:
-            raise ValueError(f"batch_size must be at least 0, got {found.batch_size}")
-        return found
+        options = cls(**{**defaults, **own}, more=more)
+        if options.grammar is not None or more:
+            options = options._constrained()
+        if options.messages is not None:
+            options = dataclasses.replace(options, messages=chats_of(options.messages), chat=True)
+        check_whole(max_new_tokens=options.max_new_tokens, batch_size=options.batch_size)
+        check_compiled(options.compiled)
+        if options.batch_size < 0:
+            raise ValueError(f"batch_size must be at least 0, got {options.batch_size}")
+        return options
 
     def _constrained(self) -> Options:
         """A copy without the options that generate's settings and grammars rule out."""
@@ -218,13 +218,13 @@ class Options:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings in use, for certificates."""
-        found: dict[str, Any] = dict(self.processor.settings)
+        settings: dict[str, Any] = dict(self.processor.settings)
         if self.grammar is not None:
-            found["grammar"] = str(of_call(self.grammar))
+            settings["grammar"] = str(of_call(self.grammar))
         if self.more:
-            found.pop("top_p_ties", None)  # generate's own processors are asked
+            settings.pop("top_p_ties", None)  # generate's own processors are asked
         idle = FILTERS if self.processor.greedy else ()
-        return found | {name: _short(one) for name, one in self.more.items() if name not in idle}
+        return settings | {name: _short(one) for name, one in self.more.items() if name not in idle}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -274,10 +274,10 @@ def _short(value: Any) -> Any:
 
 def _unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options ``given``, with a ``generation_config`` among them replaced by its settings."""
-    found = dict(given)
-    config = found.pop(CONFIG, None)
+    unpacked = dict(given)
+    config = unpacked.pop(CONFIG, None)
     if config is None:
-        return found
+        return unpacked
     settings = config if isinstance(config, Mapping) else config.to_diff_dict()
     taken = {name: settings[name] for name in (*OWN, *SCORES) if settings.get(name) is not None}
     if settings.get("do_sample") is not True:
@@ -286,17 +286,17 @@ def _unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
         taken["temperature"] = 1.0
     if settings.get("stop_strings"):
         taken["stop"] = settings["stop_strings"]
-    return taken | found
+    return taken | unpacked
 
 
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     """The stop strings as a tuple; raises ``ValueError`` for an empty one."""
-    found = tuple(texts_of("stop", stop))
-    if not all(found):
+    texts = tuple(texts_of("stop", stop))
+    if not all(texts):
         raise ValueError(
             "stop must be texts of one letter at least, got an empty one; leave it out"
         )
-    return found
+    return texts
 
 
 def lists_options(**defaults: object) -> Callable[[F], F]:
@@ -306,8 +306,8 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        found = inspect.signature(function)
-        own = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         listed = [
             inspect.Parameter(
                 field.name,
@@ -322,7 +322,7 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any)
             for name in OTHERS
         ]
-        function.__signature__ = found.replace(parameters=[*own, *listed, *more])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*own, *listed, *more])  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -208,7 +208,7 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
     penalties = [options.more.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")]
     if any(penalties):
         own_processors.append(Penalties(*penalties))
-    found = model._get_logits_processor(
+    processors = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=ids.shape[1],
         encoder_input_ids=ids,
@@ -216,7 +216,7 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
         logits_processor=LogitsProcessorList(own_processors),
         device=model.device,
     )
-    return found if grammar is None else [GrammarProcessor(grammar), *found]
+    return processors if grammar is None else [GrammarProcessor(grammar), *processors]
 
 
 def matchers_of(processor: Any) -> Matchers | None:
@@ -325,12 +325,12 @@ class Criteria:
         """Whether one of ``row``'s criteria ends each sequence of a ``batch`` [B, L + T]."""
         done = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
         for criterion in self.criteria[row]:
-            found = criterion(batch, None)
-            if len(batch) > 1 and not (isinstance(found, Tensor) and found.ndim):
+            ended = criterion(batch, None)
+            if len(batch) > 1 and not (isinstance(ended, Tensor) and ended.ndim):
                 raise ValueError(
                     f"stopping criteria must answer row by row for {len(batch)} rows, got one "
-                    f"{type(found).__name__} for all from {type(criterion).__name__}; return a "
+                    f"{type(ended).__name__} for all from {type(criterion).__name__}; return a "
                     "tensor of bools"
                 )
-            done = done | found
+            done = done | ended
         return done.tolist()

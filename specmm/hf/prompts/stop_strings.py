@@ -119,10 +119,10 @@ class StopStrings:
         count = len(ids) - 1
         while len(self.whole(ids[:count])) > place:
             count -= 1
-        found = self.shown(ids[:count])
-        if self.shown(ids[: count + 1]) == found:  # later ids show nothing
-            return found
-        return found + text[len(self.whole(ids[:count])) : place]
+        text_before = self.shown(ids[:count])
+        if self.shown(ids[: count + 1]) == text_before:  # later ids show nothing
+            return text_before
+        return text_before + text[len(self.whole(ids[:count])) : place]
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
         """The first of the counts above ``before`` up to ``after`` whose text holds a stop."""

@@ -102,11 +102,11 @@ def probs_loss(
     with torch.no_grad():
         target = output(wanted)  # [B, A, K, V]
     logits = output(states)
-    found, overlaps = compared(loss, target, logits if pairs is None else logits.float() + pairs)
-    weights = weights.expand_as(found)
+    losses, overlaps = compared(loss, target, logits if pairs is None else logits.float() + pairs)
+    weights = weights.expand_as(losses)
     overlap = overlaps.mean((0, 1))
     count = weights.sum()
-    mean = (found * weights).sum() / count.clamp(min=1e-6)
+    mean = (losses * weights).sum() / count.clamp(min=1e-6)
     return {"loss": mean, "first": overlap[0], "last": overlap[-1], "count": count}
 
 

@@ -55,7 +55,7 @@ def find_files() -> dict[str, Path]:
     Raises ``ValueError`` for a package that is not installed.
     """
     roots = [Path(sysconfig.get_paths()["stdlib"])]
-    found = {path.relative_to(roots[0]).as_posix(): path for path in _python(roots[0])}
+    files = {path.relative_to(roots[0]).as_posix(): path for path in _python(roots[0])}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
@@ -63,8 +63,8 @@ def find_files() -> dict[str, Path]:
                 f"package {package!r} must be installed to learn from it, got none of that name"
             )
         root = Path(spec.submodule_search_locations[0])
-        found |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in _python(root)}
-    return found
+        files |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in _python(root)}
+    return files
 
 
 def _python(root: Path) -> Iterator[Path]:
@@ -94,7 +94,7 @@ def given_texts(places: Sequence[Path]) -> dict[str, str]:
     Empty and undecodable files are left out. Raises ``ValueError`` for a place where nothing is
     left.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for place in places:
         below = files_below(str(place)) if place.is_dir() else [(str(place), "")]
         files = [Path(file) for file, reason in below if not reason]
@@ -106,21 +106,21 @@ def given_texts(places: Sequence[Path]) -> dict[str, str]:
                 f"text must be readable as UTF-8 and not empty, got none at {place}; "
                 "give other text"
             )
-        found |= read
-    return {name: text for text, name in found.items()}
+        texts |= read
+    return {name: text for text, name in texts.items()}
 
 
 def _texts(files: Mapping[str, Path]) -> dict[str, str]:
     """The names of ``files`` by text, the first of equal ones; no empty and undecodable ones."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, path in files.items():
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
-            found.setdefault(text, name)
-    return found
+            texts.setdefault(text, name)
+    return texts
 
 
 def token_stream(texts: Iterable[str], tokenizer: Any) -> Tensor:
@@ -197,10 +197,10 @@ class Rows(Sequence[Tensor]):
 
     def said(self) -> Tensor:
         """How often each token [V] occurs in the rows."""
-        found = torch.zeros(int(self.stream.max()) + 1, dtype=torch.long)
+        counts = torch.zeros(int(self.stream.max()) + 1, dtype=torch.long)
         for i in range(0, len(self), 1024):
-            found += self[i : i + 1024].flatten().bincount(minlength=len(found))
-        return found
+            counts += self[i : i + 1024].flatten().bincount(minlength=len(counts))
+        return counts
 
 
 def windows(stream: Tensor, step: int, batch: int, length: int, seed: int) -> Tensor:
