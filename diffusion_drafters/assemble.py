@@ -117,7 +117,7 @@ def make_diffuspec(
             "text with specmm train proxy"
         )
     _check_proxy(diffusion_model.proxy, target)
-    made = DiffuSpecDrafter(
+    drafts = DiffuSpecDrafter(
         _diffusion_source(diffusion_model, target, tokenizer),
         diffusion_model.proxy,
         Search(method.tau, method.candidates, method.weight),
@@ -126,7 +126,7 @@ def make_diffuspec(
         method.step,
         method.rate,
     )
-    return Assembly(made, Recursive())
+    return Assembly(drafts, Recursive())
 
 
 def block_source(

@@ -170,11 +170,11 @@ class DiffuSpecDrafter:
 
     def _path(self, row: int, log_probs: Tensor) -> tuple[int, ...]:
         """A row's draft from its block [K, V]."""
-        own = self.rows[row]
+        state = self.rows[row]
         before = self.source.latest(row, self.read)
-        block = log_probs[: own.control.length]
-        own.latest = draft(block, before, self.source.end, self.proxy, self.search)
-        return own.latest.tokens
+        block = log_probs[: state.control.length]
+        state.latest = draft(block, before, self.source.end, self.proxy, self.search)
+        return state.latest.tokens
 
 
 def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> DraftTree:

@@ -65,10 +65,10 @@ def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
 def _facts(model: DFlash, target: PreTrainedModel, head: HeadSizes | None) -> dict[str, Any]:
     config = model.config
     algorithm = "dflash" if head is None else "dspark"
-    own = {} if head is None else {"markov_rank": head.size, "markov_head_type": head.kind}
+    head_facts = {} if head is None else {"markov_rank": head.size, "markov_head_type": head.kind}
     if head is not None:
-        own["enable_confidence_head"] = bool(config.confidence)
-        own["confidence_head_with_markov"] = config.confidence == "markov"
+        head_facts["enable_confidence_head"] = bool(config.confidence)
+        head_facts["confidence_head_with_markov"] = config.confidence == "markov"
     return {
         "architectures": [f"{'DFlash' if head is None else 'DSpark'}Speculator"],
         "speculators_model_type": algorithm,
@@ -82,7 +82,7 @@ def _facts(model: DFlash, target: PreTrainedModel, head: HeadSizes | None) -> di
         "sample_from_anchor": config.anchor,
         "target_hidden_size": None,
         "target_fingerprint": fingerprint(embeddings_of(target)),
-        **own,
+        **head_facts,
     }
 
 
@@ -101,8 +101,8 @@ def _state(model: DFlash, target: PreTrainedModel) -> State:
     if ids is not None:
         state |= _tables(ids[order], model.config.sizes.vocab_size)
         head: Any = target.get_output_embeddings()
-        own = head.weight[ids] if model.lm_head is None else model.lm_head.weight
-        state[OWN_HEAD] = own[order].detach()
+        head_weight = head.weight[ids] if model.lm_head is None else model.lm_head.weight
+        state[OWN_HEAD] = head_weight[order].detach()
     if model.markov is not None:
         state["markov_head.markov_w1.weight"] = model.markov.before.weight[model.t2d]
         state["markov_head.markov_w2.weight"] = model.markov.after.weight[order]

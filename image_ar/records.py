@@ -80,8 +80,8 @@ class Recorder:
             among = {} if len(asked) == 1 else {"rows": rows, "place": place, "batch": asked}
             if invariant:  # a program rounds by its number of rows alone
                 among = {"rows": rows} if quick else {}
-            made = {"method": label(method), "compiled": quick, **self.maker}
-            records.append({**one, **made, "certificate": claim, **among})
+            facts = {"method": label(method), "compiled": quick, **self.maker}
+            records.append({**one, **facts, "certificate": claim, **among})
         return records
 
 
@@ -136,8 +136,8 @@ def processor(device: torch.device) -> str:
 
 def maker_in(record: Record) -> Record:
     """The part of a ``record`` that pictures of one model and machine share."""
-    own = (*OWN, "method", "compiled", "certificate", "rows", "place", "batch", "inputs")
-    return {name: value for name, value in record.items() if name not in own}
+    fields = (*OWN, "method", "compiled", "certificate", "rows", "place", "batch", "inputs")
+    return {name: value for name, value in record.items() if name not in fields}
 
 
 # ---- files

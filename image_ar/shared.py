@@ -226,12 +226,12 @@ class PicturePipeline(ABC, Generic[M]):
             move = Moving(bar, count)
             for first in range(0, count, together):
                 part = slice(first, first + together)
-                own = generators[part]
+                rngs = generators[part]
                 watch = Watch(self, heard, move if move.needed() else None)
                 rest = (batch_size, move.ended, watch, record)
                 # the last pictures may be too few for the program, and another would not pay
-                with turn.batch(len(own), count - first, len(own) >= rows) as on:
-                    drawn = self.draw(Batch(asked[part], own, decided, target, on, *rest))
+                with turn.batch(len(rngs), count - first, len(rngs) >= rows) as on:
+                    drawn = self.draw(Batch(asked[part], rngs, decided, target, on, *rest))
                 if output_type != "latent":
                     pictures.append(self.pixels(drawn.latents))
                 drawn.latents = None  # free the memory before the next batch
@@ -239,9 +239,9 @@ class PicturePipeline(ABC, Generic[M]):
                 claim = drawn.certificate.under(self.claimed(target))
                 programs = turn.compiled[part]
                 padded = self.padded(asked[part])
-                found = recorder.records(part, own, decided, batch_size, programs, claim, padded)
+                found = recorder.records(part, rngs, decided, batch_size, programs, claim, padded)
                 records += found if drawn.whole else [one | {"interrupted": True} for one in found]
-                move.ended(first + len(own) - move.done)
+                move.ended(first + len(rngs) - move.done)
                 move()
                 if not drawn.whole:
                     break
@@ -275,8 +275,8 @@ class PicturePipeline(ABC, Generic[M]):
             named["cfg"] = either("cfg", named.get("cfg"), "guidance_scale", cfg)
         if self.steps_option is not None:
             steps = named.pop("num_inference_steps", None)
-            own = named.get(self.steps_option)
-            named[self.steps_option] = either(self.steps_option, own, "num_inference_steps", steps)
+            ours = named.get(self.steps_option)
+            named[self.steps_option] = either(self.steps_option, ours, "num_inference_steps", steps)
         refuse_elsewhere(self, known, {k: v for k, v in named.items() if k not in known})
         return {k: v for k, v in named.items() if k in known and v is not None}
 

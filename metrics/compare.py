@@ -115,11 +115,11 @@ def labelled_distances(pool: Tensor, labels: Tensor) -> Tensor:
         linear += labels[:, rows] @ sums
         whole += sums.sum()
     itself = diagonal(pool)
-    own = labels @ itself
+    within = labels @ itself
     n = labels.sum(1)
     m = len(pool) - n
-    first = (quadratic - own) / (n * (n - 1))
-    second = (whole - 2 * linear + quadratic - (itself.sum() - own)) / (m * (m - 1))
+    first = (quadratic - within) / (n * (n - 1))
+    second = (whole - 2 * linear + quadratic - (itself.sum() - within)) / (m * (m - 1))
     return first + second - 2 * (linear - quadratic) / (n * m)
 
 

@@ -69,12 +69,12 @@ def read_reference(path: Path, *, spatial: bool = False) -> Reference:
         raise ValueError(f"{path} must hold {' and '.join(names)}, got {held}{_hint(arrays)}")
     mean, covariance = (torch.as_tensor(np.asarray(arrays[n]), dtype=torch.float64) for n in names)
     if "protocol" in arrays:
-        own = json.loads(str(arrays["protocol"]))
+        protocol = json.loads(str(arrays["protocol"]))
     else:
         npz = "adm" if "mu_s" in arrays else "clean-fid"
-        own = {"source": f"{npz if path.suffix == '.npz' else 'torch-fidelity'} statistics"}
+        protocol = {"source": f"{npz if path.suffix == '.npz' else 'torch-fidelity'} statistics"}
     count = int(arrays["count"]) if "count" in arrays else None
-    return Reference(mean, covariance, count, own)
+    return Reference(mean, covariance, count, protocol)
 
 
 def write_reference(

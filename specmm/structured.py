@@ -294,14 +294,14 @@ class SpelledDrafts:
         ]
         depth = max(len(ids) for ids, _ in rows) - 1
         tokens = [ids + [0] * (depth + 1 - len(ids)) for ids, _ in rows]
-        made = torch.tensor(tokens, device=tree.tokens.device)
+        spelled_tokens = torch.tensor(tokens, device=tree.tokens.device)
         probs = None
         if tree.probs is not None:  # drafts without distributions are certain
-            probs = F.one_hot(made, tree.probs.shape[-1]).to(tree.probs)
+            probs = F.one_hot(spelled_tokens, tree.probs.shape[-1]).to(tree.probs)
             for row, (_, drawn) in enumerate(rows):
-                for node, own in drawn.items():
-                    probs[row, node] = own
-        return DraftTree(made, TreeShape.chain(depth, made.device), probs)
+                for node, node_probs in drawn.items():
+                    probs[row, node] = node_probs
+        return DraftTree(spelled_tokens, TreeShape.chain(depth, spelled_tokens.device), probs)
 
     def _spelled(
         self, row: int, drafts: list[int], probs: Tensor | None
@@ -320,10 +320,10 @@ class SpelledDrafts:
             may = token is not None and token in mask
             must = None if may and probs is None else self.spelling.forced(row, answer + said)
             if token is not None and probs is not None:
-                own = probs[node].masked_fill(mask.others(probs[node]), 0)
+                allowed = probs[node].masked_fill(mask.others(probs[node]), 0)
                 if must is not None:
-                    own[must] += 1 - own.sum()
-                drawn[node] = own / own.sum()
+                    allowed[must] += 1 - allowed.sum()
+                drawn[node] = allowed / allowed.sum()
             spelled = token if may else must
             if spelled is None:
                 drawn.pop(node, None)
@@ -365,8 +365,8 @@ class Constrained:
                 dead = parent >= 0 and (before is None or path[-1] not in before)
                 masks.append(None if dead else self.matchers.mask(row, [*answer, *path]))
                 if (mask := masks[-1]) is not None:
-                    own = logits[row, node]
-                    own.masked_fill_(mask.others(own), float("-inf"))
+                    node_logits = logits[row, node]
+                    node_logits.masked_fill_(mask.others(node_logits), float("-inf"))
         return self.plain.probs(logits, history, tree, out)
 
 

@@ -345,29 +345,30 @@ def load_msd(
 def _check_target(
     config: MSDConfig,
     facts: Mapping[str, Any],
-    own: Tensor | None,
+    table: Tensor | None,
     embeddings: Tensor,
     path: str | Path,
 ) -> None:
-    """Raise ``ValueError`` unless a drafter of ``own`` embeddings [v, C] is for ``embeddings``."""
+    """Raise ``ValueError`` unless a drafter is for the target's ``embeddings`` [V, C]; ``table``
+    [v, C] holds the drafter's.
+    """
     rows, width = embeddings.shape
     if config.hidden_size != width or config.vocab_size > rows:
         sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         raise ValueError(
             f"drafter must have the target's embeddings [{rows}, {width}], got {sizes} in {path}"
         )
-    if own is None:
+    if table is None:
         if not facts.get("target_embeddings"):
             raise ValueError(
                 f"{path} must hold {EMBEDDINGS}, or say target_embeddings in its config.json, "
                 "got neither"
             )
         check_fingerprint(facts.get("target_fingerprint"), fingerprint(embeddings), path)
-    elif own.shape != (config.vocab_size, width):
-        raise ValueError(
-            f"{EMBEDDINGS} must be [{config.vocab_size}, {width}], got {list(own.shape)} in {path}"
-        )
-    elif not _distance(own, embeddings[: len(own)]) < SAME:
+    elif table.shape != (config.vocab_size, width):
+        got = f"{list(table.shape)} in {path}"
+        raise ValueError(f"{EMBEDDINGS} must be [{config.vocab_size}, {width}], got {got}")
+    elif not _distance(table, embeddings[: len(table)]) < SAME:
         raise ValueError(
             f"drafter must be of this target, got other token embeddings in {path}, "
             "use its own drafter"

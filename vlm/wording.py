@@ -250,8 +250,8 @@ def placeholder(processor: Any, kind: str) -> str | None:
 
 def template_of(processor: Any) -> Any:
     """The chat template, which older folders store with the tokenizer."""
-    own = getattr(processor, "chat_template", None)
-    return own or getattr(processor.tokenizer, "chat_template", None)
+    template = getattr(processor, "chat_template", None)
+    return template or getattr(processor.tokenizer, "chat_template", None)
 
 
 def content(processor: Any, parts: Sequence[Mapping[str, Any]]) -> Any:

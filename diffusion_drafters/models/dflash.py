@@ -186,11 +186,11 @@ class DFlash(nn.Module):
         """
         reaches = self.config.reaches or (Reach(),) * len(self.layers)
         size = self.cache.size
-        made = {
+        biases = {
             reach: narrowed(bias, reach, self.cache.lengths, size.capacity)
             for reach in dict.fromkeys(reaches)
         }
-        return [made[reach] for reach in reaches]
+        return [biases[reach] for reach in reaches]
 
     def _write(self, context: Tensor, positions: Tensor) -> None:
         pairs = context_keys(self, context, positions)
@@ -262,8 +262,8 @@ def dflash_of(
     config: DFlashConfig, weights: Mapping[str, Tensor], source: object, dtype: torch.dtype | None
 ) -> DFlash:
     """The drafter of ``config`` with ``weights`` by any release's names (:func:`load_dflash`)."""
-    own = {name: x for name, x in weights.items() if name.split(".")[0] not in TARGETS}
-    state = renamed(own, RENAMED)
+    kept_weights = {name: x for name, x in weights.items() if name.split(".")[0] not in TARGETS}
+    state = renamed(kept_weights, RENAMED)
     if not config.tokens:
         state.pop("d2t", None)  # a table of all tokens changes nothing
     wanted = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)

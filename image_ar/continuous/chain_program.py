@@ -100,8 +100,8 @@ class ChainProgram:
             state = none, none.clone(), moved[0] < self.steps, *moved
             drawn, short, _, *moved = self.run(fixed, state)
             goes_on = self._drawn(there, drawn.tolist(), short.tolist(), streams, held.tolist())
-        for x, made in zip(rows, moved, strict=True):
-            x.copy_(made)
+        for x, value in zip(rows, moved, strict=True):
+            x.copy_(value)
 
     def _numbers(
         self, pictures: list[int], stream: PictureStreams, each: int
@@ -157,16 +157,16 @@ def next_state(fixed: Fixed, state: State) -> State:
     going = on.view(len(drawn), -1)
     chain = _GivenChain(fixed)
     numbers = _GivenNumbers(fixed, drawn, going)
-    made = play_round(chain, rows, numbers)
+    following = play_round(chain, rows, numbers)
     short = torch.where(going.any(1, keepdim=True), numbers.short, short)
     served = (~going | (chain.sane & ~chain.lost).view_as(going)).all(1) & (short[:, 0] == 0)
     drawn = torch.where(served[:, None], torch.stack(numbers.used, 1), drawn)
     which = (going & served[:, None]).flatten()
     kept = [
         torch.where(which if x.ndim == 1 else which[:, None], x, before)
-        for x, before in zip(made, rows, strict=True)
+        for x, before in zip(following, rows, strict=True)
     ]
-    return drawn, short, which & (made.k < chain.steps), *kept
+    return drawn, short, which & (following.k < chain.steps), *kept
 
 
 class _GivenChain:
@@ -185,8 +185,8 @@ class _GivenChain:
 
     def answers(self, k: Array, x: Array) -> tuple[Array, Array]:
         at = self.at[:, :-1].clamp(max=self.steps - 1)
-        own = self.fixed.modulations[at, arange(len(at), at)[:, None]]
-        return guided(self.fixed.weights, x, own, self.scale)
+        modulations = self.fixed.modulations[at, arange(len(at), at)[:, None]]
+        return guided(self.fixed.weights, x, modulations, self.scale)
 
     def look(self, p: Normal, wider: Array, k: Array) -> None:
         beyond = self.at[:, :-1, None] >= self.steps

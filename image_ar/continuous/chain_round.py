@@ -206,9 +206,9 @@ def draw_residual(p: Normal, q: Normal, step: Array, lost: Mask, numbers: Number
     width = step.shape[1]
     for tries in numbers.turns:
         at = numbers.chosen(lost)
-        own, other = p[at][:, None], q[at][:, None]
-        y = own.sample(numbers.normals(lost, tries * width).reshape(-1, tries, width))
-        good = numbers.log_uniforms(lost, tries) > -log_ratio(own, other, y)  # [N, K]
+        p_mean, q_mean = p[at][:, None], q[at][:, None]
+        y = p_mean.sample(numbers.normals(lost, tries * width).reshape(-1, tries, width))
+        good = numbers.log_uniforms(lost, tries) > -log_ratio(p_mean, q_mean, y)  # [N, K]
         first = first_of(good)
         hit = lost[at] & ((first < tries) | (tries == TURNS[-1]))
         residual = y[arange(len(y), first), clamped(first, 0, tries - 1)]

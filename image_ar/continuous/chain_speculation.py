@@ -137,8 +137,8 @@ class ChainRun:
         at = slice(None) if len(left) == len(self.pictures) else left  # views, mostly
         rows = ChainRows(*(x[at] for x in self.now))
         numbers = StreamNumbers(self.streams, self.pictures[at], self.batch)
-        for x, made in zip(self.now, play_round(self, rows, numbers), strict=True):
-            x[at] = made
+        for x, value in zip(self.now, play_round(self, rows, numbers), strict=True):
+            x[at] = value
 
     def columns(self, k: Array) -> Columns:
         """The columns of a window at ``k``; shorter if all rows are near their chains' ends."""
@@ -228,5 +228,5 @@ class ChainSpeculation:
     def sample(self, condition: HeadCondition, rows: list[int]) -> tuple[Tensor, int]:
         bound = self.head.bind(condition)
         streams = (self.normal, self.log_uniform)
-        made = speculate(bound, self.tables, rows, *streams, self.temperature, self.programs)
-        return made.tokens, sum(made.row_calls)
+        result = speculate(bound, self.tables, rows, *streams, self.temperature, self.programs)
+        return result.tokens, sum(result.row_calls)

@@ -137,17 +137,17 @@ def resample(
     Proposals are drawn until every row has accepted one, and a row's last accepted one is taken.
     Rows without any are zero; the caller handles them.
     """
-    made = np.zeros_like(p.mean)
+    tokens = np.zeros_like(p.mean)
     accepted = np.zeros(len(p.mean), dtype=bool)
     for _ in range(PROPOSALS):
         y = p.mean + p.std * numbers.normal(*p.mean.shape)
         with np.errstate(over="ignore"):
             taken = numbers.uniform(len(y)) < 1 - np.exp(rule.log_residual(y, p, q))
-        made[taken] = y[taken]
+        tokens[taken] = y[taken]
         accepted |= taken
         if accepted.all():
             break
-    return made, accepted
+    return tokens, accepted
 
 
 def verify_tokens(
@@ -161,9 +161,9 @@ def verify_tokens(
     kept = accept(rule, drafted, p, q, numbers)
     if kept.all():
         return drafted, kept
-    made, accepted = resample(rule, p, q, numbers)
-    made[~accepted] = p.mean[~accepted]
-    return np.where(kept[:, None], drafted, made), kept
+    tokens, accepted = resample(rule, p, q, numbers)
+    tokens[~accepted] = p.mean[~accepted]
+    return np.where(kept[:, None], drafted, tokens), kept
 
 
 @dataclass(frozen=True)
@@ -266,25 +266,25 @@ class CSpDRun:
         """
         where, _, ends = self.compute(self.batch.target, part)
         for b, (places, numbers) in enumerate(zip(where, self.batch.numbers, strict=True)):
-            own = slice(b * len(places), (b + 1) * len(places))
+            window_rows = slice(b * len(places), (b + 1) * len(places))
             drafted = self.tokens[b, places].double().cpu().numpy()
-            p = ChainEnd(*(x[own] for x in ends))
+            p = ChainEnd(*(x[window_rows] for x in ends))
             q = ChainEnd(*self.ends[:, b, places.cpu().numpy()])
-            made, kept = verify_tokens(rule, drafted, p, q, numbers)
-            self.tokens[b, places] = torch.from_numpy(made).to(self.tokens)
+            tokens, kept = verify_tokens(rule, drafted, p, q, numbers)
+            self.tokens[b, places] = torch.from_numpy(tokens).to(self.tokens)
             self.stats.drafted += len(kept)
             self.stats.accepted += int(kept.sum())
 
     def compute(self, model: CSpDModel, part: Iteration) -> Made:
         """One pass of ``model``: ``part`` of every picture given the tokens before it."""
-        own = model is self.batch.target
-        with self.clock("verify" if own else "draft"):
+        is_target = model is self.batch.target
+        with self.clock("verify" if is_target else "draft"):
             where = self.orders[:, part.first : part.last].sort().values
             known = self.orders[:, part.last :]
             z = head_conditions(model.model, self.tokens, known, model.classes, where)
             noise = self.batch.noise[self.pictures, where].flatten(0, 1).transpose(0, 1)
             tokens, ends = model.chains(z, part.scale, noise)
-        if own:
+        if is_target:
             self.stats.rounds += len(where)
             self.stats.head_calls += len(model.steps.keep) * where.numel()
         return Made(where, tokens.view(*where.shape, -1), ends)
@@ -302,9 +302,9 @@ def decode_release(
     settings = batch.target.settings
     parts = settings.iterations(length)
     for k, part in enumerate(parts):
-        own = k <= window.prefill * settings.num_iter
-        run.make(batch.target if own else batch.draft, part)
-        if own:
+        prefilling = k <= window.prefill * settings.num_iter
+        run.make(batch.target if prefilling else batch.draft, part)
+        if prefilling:
             begun = part.first
         elif k % window.size == 0 or k == len(parts) - 1:
             run.verify(rule, Iteration(part.first, begun, part.scale))

@@ -104,8 +104,8 @@ class SimpleMLPAdaLN(nn.Module):
 
     def _modulators(self) -> list[nn.Linear]:
         blocks = cast(Iterable[HeadBlock], self.res_blocks)
-        made = [_linear(block.adaLN_modulation, 1) for block in blocks]
-        return [*made, _linear(self.final_layer.adaLN_modulation, 1)]
+        modulators = [_linear(block.adaLN_modulation, 1) for block in blocks]
+        return [*modulators, _linear(self.final_layer.adaLN_modulation, 1)]
 
     def forward(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """Predict for tokens ``x`` [N, C] at original timesteps ``t`` [N] under ``z`` [N, Z]."""
@@ -266,8 +266,8 @@ class BoundHead:
 
     def at(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Guided noise and variance (eps, v) [R, C] of ``x`` [R, C] at step ``k``, float32."""
-        made = self._modulate(self.head.times[k]) if self.table is None else self.table[k]
-        return self._predict(x, made)
+        modulations = self._modulate(self.head.times[k]) if self.table is None else self.table[k]
+        return self._predict(x, modulations)
 
     def window(self, rows: list[int], first: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
         """(eps, v) [N, W, C] of ``x`` [N, W, C] for some ``rows``, row rows[n] from step first[n]
@@ -276,8 +276,8 @@ class BoundHead:
         width = x.shape[1]
         last = len(self.head.times) - 1
         if self.table is not None and len(rows) == 1 and first[0] + width <= last + 1:
-            own = self.table[first[0] : first[0] + width, rows[0]]
-            return self._predict(x, own[None])
+            modulations = self.table[first[0] : first[0] + width, rows[0]]
+            return self._predict(x, modulations[None])
         starts = torch.tensor(first, device=x.device)[:, None]
         steps = (starts + torch.arange(width, device=x.device)).clamp_(max=last)
         if self.table is not None:
@@ -303,12 +303,12 @@ def guided(
     channels = x.shape[-1]
     x = x.to(weights.first[0].dtype)
     if modulations.shape[-2] == 2:
-        own, other = weights.predict(x.unsqueeze(-2), modulations).float().unbind(-2)
-        eps, v = own.chunk(2, dim=-1)
-        return torch.lerp(other[..., :channels], eps, scale), v
+        with_class, without = weights.predict(x.unsqueeze(-2), modulations).float().unbind(-2)
+        eps, v = with_class.chunk(2, dim=-1)
+        return torch.lerp(without[..., :channels], eps, scale), v
     # products take two dimensions directly, and fold others at every call
-    made = weights.predict(x.flatten(0, -2), modulations.flatten(0, -2)).float()
-    eps, v = made.view(*x.shape[:-1], -1).chunk(2, dim=-1)
+    predicted = weights.predict(x.flatten(0, -2), modulations.flatten(0, -2)).float()
+    eps, v = predicted.view(*x.shape[:-1], -1).chunk(2, dim=-1)
     return eps, v
 
 

@@ -59,8 +59,8 @@ class ChainStats(Stats):
 
     def as_dict(self) -> dict[str, object]:
         """Statistics for reports, as JSON."""
-        own = {"head_calls_per_token": self.head_calls_per_token, "acceptance": self.acceptance}
-        return super().as_dict() | own
+        more = {"head_calls_per_token": self.head_calls_per_token, "acceptance": self.acceptance}
+        return super().as_dict() | more
 
     def add(self, other: Stats) -> None:
         """Add another run's counts."""
@@ -209,8 +209,8 @@ def decode_mar(
 
 def class_conditions(model: MAR, labels: Tensor | None, batch: int, cfg: float) -> Tensor:
     """Conditions [G · B, D] of the rows: the pictures' own, then "no class" under guidance."""
-    own = model.embed_classes(labels, batch)
-    return own if cfg == 1.0 else torch.cat([own, model.embed_classes(None, batch)])
+    with_class = model.embed_classes(labels, batch)
+    return with_class if cfg == 1.0 else torch.cat([with_class, model.embed_classes(None, batch)])
 
 
 def head_conditions(

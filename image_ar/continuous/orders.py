@@ -66,9 +66,9 @@ class MARSettings:
     @property
     def claimed(self) -> dict[str, object]:
         """The options that shape the distribution, for certificates: DDIM has no temperature."""
-        own = "temperature" if self.solver == "ddpm" else "solver"
+        option = "temperature" if self.solver == "ddpm" else "solver"
         guided = ["cfg_schedule"] if self.cfg != 1 else []
-        names = ["num_iter", "head_steps", own, "cfg", *guided]
+        names = ["num_iter", "head_steps", option, "cfg", *guided]
         return {name: getattr(self, name) for name in names}
 
     def iterations(self, length: int) -> list[Iteration]:
@@ -79,13 +79,13 @@ class MARSettings:
         ``cfg`` throughout (``constant``).
         """
         left = mask_lengths(length, self.num_iter)
-        made = []
+        groups = []
         for (last, first), unknown in zip(pairwise([length, *left[:-1], 0]), left, strict=True):
             rising = 1 + (self.cfg - 1) * (length - unknown) / length
             if first < last:
                 scale = self.cfg if self.cfg_schedule == "constant" else rising
-                made.append(Iteration(first, last, scale))
-        return made
+                groups.append(Iteration(first, last, scale))
+        return groups
 
 
 def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:

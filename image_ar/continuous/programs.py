@@ -55,8 +55,8 @@ class HeadPrograms:
             scale = torch.as_tensor(bound.scale, dtype=torch.float32)
             noise = noise.clone(memory_format=torch.contiguous_format)
             noise[1:] *= sampler.temperature  # not of the start
-            made: Tensor = self.chain(bound.head.weights, bound.table, table, noise, scale)
-            return made
+            tokens: Tensor = self.chain(bound.head.weights, bound.table, table, noise, scale)
+            return tokens
 
         return chains
 

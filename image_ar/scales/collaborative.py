@@ -95,10 +95,10 @@ def draw_picture(
 
     Scales have fixed sizes and nothing is decided on the host: it can be one graph of a GPU.
     """
-    made = FeatureMap(quantizer, len(labels), late=True)
-    sampler = InverseCDF(sampling, PredrawnUniforms(numbers), len(made.schedule))
-    deque(alternate(turns, made, labels, sampling, lambda _: sampler, Clock()), maxlen=0)
-    return made.tokens, made.f_hat, made.ends
+    feature_map = FeatureMap(quantizer, len(labels), late=True)
+    sampler = InverseCDF(sampling, PredrawnUniforms(numbers), len(feature_map.schedule))
+    deque(alternate(turns, feature_map, labels, sampling, lambda _: sampler, Clock()), maxlen=0)
+    return feature_map.tokens, feature_map.f_hat, feature_map.ends
 
 
 def certificate(turns: Sequence[Turn], target: str) -> Certificate:

@@ -159,8 +159,8 @@ class Session:
             slots = self.schedule.starts[self.last]
             like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
             shape = (rows, slots, config.num_heads, width)
-            made = [like.new_empty(shape) for _ in range(2 * config.depth)]
-            self.caches = list(map(ScaleCache, made[::2], made[1::2]))
+            stores = [like.new_empty(shape) for _ in range(2 * config.depth)]
+            self.caches = list(map(ScaleCache, stores[::2], stores[1::2]))
         for cache in self.caches:
             cache.filled = first
             cache.keep = k < self.last

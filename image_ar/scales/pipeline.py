@@ -178,8 +178,8 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
             case methods.CoDe(n=-1):
                 specialised_to = specialised(self.settings)
                 if specialised_to is None:
-                    made = self.plan(batch, sampling)
-                    specialised_to = made.n, made.reason
+                    plan = self.plan(batch, sampling)
+                    specialised_to = plan.n, plan.reason
                 return replace(method, n=specialised_to[0]), specialised_to[1], None
             case methods.Auto():
                 return methods.AR(), "plain decoding: no other method is exact", None
@@ -405,10 +405,10 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         def sampler(scales: range) -> ReleaseSampler:
             generator = torch.Generator(self.device)
             generator.set_state(state)  # the release seeds both models alike
-            made = ReleaseSampler(batch.target, generator, len(schedule))
+            release = ReleaseSampler(batch.target, generator, len(schedule))
             vocabulary = self.transformer.config.vocab_size
-            made.burn(schedule, feature_map.batch, vocabulary, scales.start)
-            return made
+            release.burn(schedule, feature_map.batch, vocabulary, scales.start)
+            return release
 
         return sampler
 

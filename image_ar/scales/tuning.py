@@ -188,10 +188,10 @@ def _plain(
     sampler = InverseCDF(sampling, uniforms, len(feature_map.schedule))
 
     def draw(steps: range) -> list[float]:
-        own = [Turn(LARGE, model, steps)]
+        turns = [Turn(LARGE, model, steps)]
         seconds = []
         begin = _now(model.device)
-        for _ in alternate(own, feature_map, labels, sampling, lambda _: sampler, Clock()):
+        for _ in alternate(turns, feature_map, labels, sampling, lambda _: sampler, Clock()):
             end = _now(model.device)
             seconds.append(end - begin)
             begin = end

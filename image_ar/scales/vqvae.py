@@ -95,8 +95,8 @@ class MultiScaleQuantizer(nn.Module):
         self.beta = config.beta
         self.phi_of_scale = phi_of_scale(shared, len(self.schedule))
         self.embedding = nn.Embedding(config.vocab_size, width)
-        own = nn.ModuleList(_conv(width) for _ in self.schedule.sides)
-        self.quant_resi = SharedPhi(width, shared) if shared else own
+        by_scale = nn.ModuleList(_conv(width) for _ in self.schedule.sides)
+        self.quant_resi = SharedPhi(width, shared) if shared else by_scale
         used = torch.zeros(len(self.schedule), config.vocab_size)
         self.register_buffer("ema_vocab_hit_SV", used)
 

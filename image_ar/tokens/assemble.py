@@ -108,8 +108,8 @@ def assemble(
     if choice.drafter == ANY:
         tree = choice.tree if parts.any == "eagle" else None
         choice = replace(choice, drafter=parts.any, tree=tree)
-    own = not isinstance(choice.drafter, str) or of_others(choice.drafter)
-    make = _outside if own else DRAFTERS.get(choice.drafter)
+    third_party = not isinstance(choice.drafter, str) or of_others(choice.drafter)
+    make = _outside if third_party else DRAFTERS.get(choice.drafter)
     if make is None:
         raise unknown("drafter", choice.drafter, [*DRAFTERS, *OTHERS])
     kind = rule_kind(choice.rule)

@@ -71,8 +71,8 @@ def settled(
         uniforms = Uniforms.from_seeds(range(first, first + batch), target.device)
         if not some.drafts:
             return decode_plain(target, prompt, target.length, uniforms)
-        own, drafter, rule = assemble(some, target, parts)
-        return decode(own, drafter, rule, prompt, target.length, uniforms)
+        bound, drafter, rule = assemble(some, target, parts)
+        return decode(bound, drafter, rule, prompt, target.length, uniforms)
 
     whole = method.relaxes or math.isinf(share)
     few = target.length if whole else min(FEW, target.length)

@@ -226,8 +226,8 @@ def load_drafters(
 
     Raises ``ValueError`` for a folder without a drafter, and for a drafter of another target.
     """
-    own = model / "drafters"
-    folders = {kind: own / kind for kind in READERS if (own / kind).is_dir()}
+    shipped = model / "drafters"
+    folders = {kind: shipped / kind for kind in READERS if (shipped / kind).is_dir()}
     if drafter is not None:
         folders[kind_of(drafter)] = Path(drafter)
     return {kind: READERS[kind](folder, target) for kind, folder in folders.items()}

@@ -144,8 +144,8 @@ class TokenPictures(PicturePipeline[methods.Method]):
             _, play = _rounds(target, parts, method, lambda: None)
             alone = without_drafts()
             return decode(target, *alone, prompt, length, uniforms, play=play), None, None
-        made, play = _rounds(target, parts, method, lambda: assemble(method, target, parts))
-        target, drafter, rule = made
+        run, play = _rounds(target, parts, method, lambda: assemble(method, target, parts))
+        target, drafter, rule = run
         steps = decode(target, drafter, rule, prompt, length, uniforms, queue=queue, play=play)
         return steps, rule, drafter
 
@@ -166,5 +166,5 @@ def _rounds(
     """
     if not target.static_shapes:
         return assembled(), one_round
-    own = ("round", parts.made.get("static of"), methods.filed(method))
-    return parts.once(own, lambda: (assembled(), round_program(target.device)))
+    key = ("round", parts.made.get("static of"), methods.filed(method))
+    return parts.once(key, lambda: (assembled(), round_program(target.device)))

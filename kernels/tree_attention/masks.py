@@ -141,8 +141,8 @@ def ragged(bias: Tensor, lengths: Sequence[int], first: int, width: int) -> Tens
     groups = []
     for start, stop, most in blocks:
         slots = most if 2 * most < first else first  # else nothing is copied
-        own = bias[start:stop]
-        cut = own if slots == first else torch.cat([own[..., :slots], own[..., first:]], -1)
+        mask = bias[start:stop]
+        cut = mask if slots == first else torch.cat([mask[..., :slots], mask[..., first:]], -1)
         groups.append(RowGroup(start, stop, slots, cut))
     return RaggedMask(groups, first)
 

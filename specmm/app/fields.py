@@ -50,12 +50,12 @@ def method_menus(models: AppModels, kind: Kind, name: str) -> tuple[gr.Dropdown,
     return plain, gr.Dropdown(known, value=usual, label="Second method", **given)
 
 
-def parameter_boxes(own: Mapping[str, Any]) -> list[Any]:
+def parameter_boxes(defaults: Mapping[str, Any]) -> list[Any]:
     """Text boxes for a model's parameters; the boxes that it does not need are hidden."""
     boxes = []
     for i in range(MOST_PARAMETERS):
-        name = list(own)[i] if i < len(own) else ""
-        value = "" if own.get(name) is None else str(own[name])
+        name = list(defaults)[i] if i < len(defaults) else ""
+        value = "" if defaults.get(name) is None else str(defaults[name])
         boxes.append(
             gr.Textbox(label=name or "none", value=value, visible=bool(name), min_width=NARROW)
         )

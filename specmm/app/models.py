@@ -113,8 +113,8 @@ class AppModels:
         streaming = [method for method in registry if registry.get(method).streams]
         if kind != "images":
             return [m for m in streaming if m in (methods.Auto.name,) or pipe.drafters.has(m)]
-        made = [methods.make(registry, method) for method in streaming]
-        usable = [m.name for m in pipe.runnable(made)]
+        options = [methods.make(registry, method) for method in streaming]
+        usable = [m.name for m in pipe.runnable(options)]
         return [m for m in streaming if m in usable or m == methods.AR.name]
 
     def start(self, kind: Kind, name: str) -> Start:
@@ -191,8 +191,8 @@ def in_sentences(function: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     @functools.wraps(function)
     def told(*args: Any) -> Iterator[Any]:
         try:
-            made = function(*args)
-            yield from made if inspect.isgeneratorfunction(function) else [made]
+            result = function(*args)
+            yield from result if inspect.isgeneratorfunction(function) else [result]
         except (ValueError, OSError) as error:
             text = str(error)[:500]
             raise gr.Error(text, print_exception=False, title="That did not work") from None

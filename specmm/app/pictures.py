@@ -139,8 +139,8 @@ def drawn(
     *texts: str,
 ) -> Iterator[list[Any]]:
     """Updates of verdict, both sides and trace while both methods draw."""
-    own = models.parameters("images", model)
-    options = changed(own, dict(zip(own, texts, strict=False)))
+    defaults = models.parameters("images", model)
+    options = changed(defaults, dict(zip(defaults, texts, strict=False)))
     pipes = (models.get("images", model), models.twin(model))
     asked = str(name) if pipes[0].takes == "classes" else prompt
     chosen = [method_of(models, "images", model, text) for text in (first, second)]

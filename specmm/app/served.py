@@ -59,9 +59,9 @@ class Served:
                 for line in got.iter_lines():
                     event = event_of(line)
                     said += "".join(map(said_in, event.get("choices") or ()))
-                    if own := event.get("specmm"):
-                        rate = f"{own['tau']:.2f} tokens a round"
-                        told = f"{own['method']}: {rate}, {own['certificate']}"
+                    if extension := event.get("specmm"):
+                        rate = f"{extension['tau']:.2f} tokens a round"
+                        told = f"{extension['method']}: {rate}, {extension['certificate']}"
                     yield said, told
         except httpx.HTTPError as error:
             raise ValueError(f"the server does not answer: {sentence_of(error)}") from error

@@ -66,9 +66,9 @@ def tokens_of(lane: PictureLane) -> Image.Image | None:
 
 def raster(counts: Sequence[int], total: int) -> Cells:
     """Cells made in order: the last of each round is the model's own."""
-    own = {count - 1 for count in [1, *counts]}
+    own_cells = {count - 1 for count in [1, *counts]}
     done = max(counts, default=0)
-    return [None if i >= done else float(i not in own) for i in range(total)]
+    return [None if i >= done else float(i not in own_cells) for i in range(total)]
 
 
 def _landed(lane: PictureLane) -> Cells:

@@ -134,8 +134,8 @@ def answered(
 ) -> Iterator[list[Any]]:
     """Updates of verdict, both sides and trace while both methods write."""
     model = named["model"]
-    own = models.parameters(kind, model)
-    given = changed(own, dict(zip(own, map(str, values[len(named) :]), strict=False)))
+    defaults = models.parameters(kind, model)
+    given = changed(defaults, dict(zip(defaults, map(str, values[len(named) :]), strict=False)))
     pipe = models.get(kind, model)
     names = [named["first"], named["second"]]
     chosen = [method_of(models, kind, model, text) for text in names]

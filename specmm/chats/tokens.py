@@ -50,7 +50,7 @@ class Written:
     @property
     def said(self) -> list[int]:
         """The ids that are learnt."""
-        return [token for token, own in zip(self.ids, self.learnt, strict=True) if own]
+        return [token for token, learnt in zip(self.ids, self.learnt, strict=True) if learnt]
 
 
 class ChatReader:
@@ -127,9 +127,9 @@ class ChatReader:
         return with_it[_alike(with_it, without) :]
 
     def _render(self, messages: Sequence[Message], tools: Any = None, begin: bool = False) -> str:
-        own = getattr(self.reader, "chat_template", None)
+        template = getattr(self.reader, "chat_template", None)
         given = {**self.given, **({"tools": list(tools)} if tools else {})}
-        given |= {} if own else {"chat_template": self.template}
+        given |= {} if template else {"chat_template": self.template}
         said = [{**m, "content": self._content(m["content"])} for m in messages]
         return str(
             self.reader.apply_chat_template(
@@ -380,9 +380,9 @@ class ChatReader:
         row = self.written(chat)
         opened, closed = ("\033[1;32m", "\033[0m") if colours else ("⟦", "⟧")
         page = ""
-        for own, each in groupby(zip(row.ids, row.learnt, strict=True), itemgetter(1)):
+        for learnt, each in groupby(zip(row.ids, row.learnt, strict=True), itemgetter(1)):
             text = self.words.decode([token for token, _ in each])
-            page += f"{opened}{text}{closed}" if own else text
+            page += f"{opened}{text}{closed}" if learnt else text
         return page
 
 

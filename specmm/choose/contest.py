@@ -67,8 +67,8 @@ def clock_of(device: torch.device) -> Callable[[], float]:
     """The clock for runs on ``device``. On a CPU it counts this thread's processor seconds: the
     thread takes part in all products, and other processes' time does not count.
     """
-    own = device.type == "cpu" and sys.platform == "linux"
-    return time.thread_time if own else time.perf_counter
+    per_process = device.type == "cpu" and sys.platform == "linux"
+    return time.thread_time if per_process else time.perf_counter
 
 
 class Measured(NamedTuple):

@@ -101,12 +101,12 @@ def plan(
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
-    made = tuple(_expected(costs, worth, shape) for shape in candidates)
-    most = max((one.speedup for one in made), default=0.0)
-    near = [one for one in made if one.speedup * NOISE >= most]
+    forecasts = tuple(_expected(costs, worth, shape) for shape in candidates)
+    most = max((one.speedup for one in forecasts), default=0.0)
+    near = [one for one in forecasts if one.speedup * NOISE >= most]
     best = min(near, key=lambda one: one.shape.size, default=None)
     gains = best is not None and best.speedup > 1 + margin
-    return Plan(best if gains else None, made, costs)
+    return Plan(best if gains else None, forecasts, costs)
 
 
 def _expected(

@@ -176,13 +176,13 @@ def costs_of(file: Path) -> dict[int, Costs]:
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
         for record in read if isinstance(read, list) else [read]:
-            own = record.get("costs") or record  # as of a plan, or as stated
-            if "step" in own:
+            numbers = record.get("costs") or record  # as of a plan, or as stated
+            if "step" in numbers:
                 draft, verify = (
-                    {int(k): float(v) for k, v in own[n].items()} for n in ("draft", "verify")
+                    {int(k): float(v) for k, v in numbers[n].items()} for n in ("draft", "verify")
                 )
-                made = Costs(draft, verify, float(own["step"]), float(own.get("host", 0.0)))
-                costs[int(record.get("batch", 1))] = made
+                each = Costs(draft, verify, float(numbers["step"]), float(numbers.get("host", 0.0)))
+                costs[int(record.get("batch", 1))] = each
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} must hold seconds of draft, verify and step as specmm plan --json prints "

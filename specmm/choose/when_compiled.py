@@ -195,12 +195,12 @@ class Works:
 
     def of(self, network: torch.nn.Module, key: object) -> Work:
         """The work of ``network`` under ``key``."""
-        own = repr((self.name, *sizes_of(network), key))
-        if own not in self.all:
-            work = self.all[own] = Work.of(own)
+        key_text = repr((self.name, *sizes_of(network), key))
+        if key_text not in self.all:
+            work = self.all[key_text] = Work.of(key_text)
             if next(network.parameters()).is_cuda and work.seconds.build is None:
                 work.seconds.build = CAPTURE / LOAD  # each process "loads" them
-        return self.all[own]
+        return self.all[key_text]
 
 
 @dataclass
@@ -240,5 +240,5 @@ class Turn(Generic[T]):
     def _chosen(self, left: int) -> T:
         if self.work is None:
             return self.chosen
-        made = self.work.programs(left + self.coming, self.make)
-        return self.plain if made is None else made
+        program = self.work.programs(left + self.coming, self.make)
+        return self.plain if program is None else program

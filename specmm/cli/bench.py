@@ -106,8 +106,8 @@ def bench(
     typer.echo(table(table_of(rows, columns)))
     typer.echo(f"{n} runs each at batch {batch}, {where}; speed-up over plain decoding of this run")
     if compile_all:
-        made = [row["label"] for row in rows if row["compiled"]]
-        typer.echo(f"compiled: {', '.join(made) or 'none of them'}")
+        compiled_rows = [row["label"] for row in rows if row["compiled"]]
+        typer.echo(f"compiled: {', '.join(compiled_rows) or 'none of them'}")
         for row in rows:
             if row["not_compiled"]:
                 typer.echo(f"not {row['label']}: {row['not_compiled']}")
@@ -189,17 +189,17 @@ def plan(
             if len(prompt) > 1:
                 raise ValueError(f"a plan of pictures is of one --prompt, got {len(prompt)}")
             first = prompt[0] if prompt else None
-            made = plan_model(model, batch or 1, cfg, place, drafter, first, tv, **size)
+            planned = plan_model(model, batch or 1, cfg, place, drafter, first, tv, **size)
         else:
             refuse(f"texts and answers of {model}", cfg=cfg, batch=batch, tv=tv)
             asked = asked_of(model, kind, prompt, question, image, size)
-            made = plan_language(model, asked, place, drafter, **written)
-    _shown(made, as_json)
+            planned = plan_language(model, asked, place, drafter, **written)
+    _shown(planned, as_json)
 
 
-def _shown(made: tuple[dict[str, Any], list[str]], as_json: bool) -> None:
+def _shown(planned: tuple[dict[str, Any], list[str]], as_json: bool) -> None:
     """Print a plan."""
-    found, lines = made
+    found, lines = planned
     if as_json:
         emit(found)
     else:

@@ -65,18 +65,18 @@ def doctor(
 
 
 def _facts(diagnosis: Diagnosis, place: str) -> dict[str, object]:
-    own, best = diagnosis.own, diagnosis.best
+    usual, best = diagnosis.own, diagnosis.best
     changes = [
         {"change": change.named, "hint": change.hint, "tau": one.tau, "sampled": one.sampled}
         for change, one in diagnosis.changes
     ]
     return {
         "drafter": place,
-        "answers": len(own.seen.tokens),
-        "tau": own.tau,
-        "sampled": own.sampled,
-        "by_depth": own.by_depth,
-        "by_kind": own.parts(),
+        "answers": len(usual.seen.tokens),
+        "tau": usual.tau,
+        "sampled": usual.sampled,
+        "by_depth": usual.by_depth,
+        "by_kind": usual.parts(),
         "change": None if best is None else best[0].named,
         "changes": changes,
         "asked": [
@@ -86,12 +86,12 @@ def _facts(diagnosis: Diagnosis, place: str) -> dict[str, object]:
 
 
 def _lines(diagnosis: Diagnosis, place: str) -> Iterator[str]:
-    own, best = diagnosis.own, diagnosis.best
-    count = int(own.seen.long.sum())
-    yield f"{place}, on {len(own.seen.tokens)} answers of its target ({count} tokens, greedy)"
-    yield f"  tokens a round: {own.tau:.2f} greedy, {own.sampled:.2f} at T = 1"
-    yield f"  drafts kept by depth: {' '.join(f'{x:.0%}' for x in own.by_depth)}"
-    yield f"  first drafts kept: {', '.join(f'{n} {x:.0%}' for n, x in own.parts().items())}"
+    usual, best = diagnosis.own, diagnosis.best
+    count = int(usual.seen.long.sum())
+    yield f"{place}, on {len(usual.seen.tokens)} answers of its target ({count} tokens, greedy)"
+    yield f"  tokens a round: {usual.tau:.2f} greedy, {usual.sampled:.2f} at T = 1"
+    yield f"  drafts kept by depth: {' '.join(f'{x:.0%}' for x in usual.by_depth)}"
+    yield f"  first drafts kept: {', '.join(f'{n} {x:.0%}' for n, x in usual.parts().items())}"
     rows = [("read otherwise", "tokens a round", "at T = 1")]
     for change, other in diagnosis.changes[:SHOWN]:
         rows.append((change.named, f"{other.tau:.2f}", f"{other.sampled:.2f}"))
@@ -105,9 +105,9 @@ def _lines(diagnosis: Diagnosis, place: str) -> Iterator[str]:
     if best is not None:
         yield f"Read it with {best[0].named}: {best[0].hint}."
         return
-    weakest = min(range(len(own.by_depth)), key=own.by_depth.__getitem__)
-    kind, share = min(own.parts().items(), key=lambda pair: pair[1])
+    weakest = min(range(len(usual.by_depth)), key=usual.by_depth.__getitem__)
+    kind, share = min(usual.parts().items(), key=lambda pair: pair[1])
     yield (
         "No other way of reading it is worth more: what it keeps is its own. Weakest at depth "
-        f"{weakest + 1} ({own.by_depth[weakest]:.0%}), of first drafts: {kind} ({share:.0%})."
+        f"{weakest + 1} ({usual.by_depth[weakest]:.0%}), of first drafts: {kind} ({share:.0%})."
     )

@@ -51,12 +51,12 @@ def export(
     from specmm.runs.export import export as write
 
     with stdout_reserved():
-        made = write(drafter, layout, out, target)
+        written = write(drafter, layout, out, target)
     if as_json:
-        return emit(made)
-    say(f"{made['format']} written to {made['folder']} as {made['layout']}")
-    if made["note"]:
-        say(made["note"])
+        return emit(written)
+    say(f"{written['format']} written to {written['folder']} as {written['layout']}")
+    if written["note"]:
+        say(written["note"])
 
 
 def _lines(inspection: Inspection, target: str | None) -> list[str]:

@@ -121,8 +121,8 @@ def with_fields(
     def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
         def called(*args: Any, **given: Any) -> Any:
-            own = kind(**{field: given.pop(field) for field in fields if field in given})
-            return command(*args, **{name: own}, **given)
+            values = kind(**{field: given.pop(field) for field in fields if field in given})
+            return command(*args, **{name: values}, **given)
 
         others = inspect.signature(command).parameters.values()
         whole = [*(each for each in others if each.name != name), *fields.values()]

@@ -110,8 +110,8 @@ def _unknown_option(error: Any, group: Any) -> str:
 def _options(command: Any) -> set[str]:
     """The long names of all options of a ``command`` and of its subcommands."""
     inner = getattr(command, "commands", {}).values()
-    own = {name for param in command.params for name in param.opts if name.startswith("--")}
-    return own.union(*map(_options, inner))
+    flags = {name for param in command.params for name in param.opts if name.startswith("--")}
+    return flags.union(*map(_options, inner))
 
 
 def stdout_reserved() -> contextlib.AbstractContextManager[object]:

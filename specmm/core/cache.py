@@ -214,16 +214,16 @@ class Cache:
         halves = [(x.heads, width) for x in size.layers for width in (x.keys, x.values)]
         # no inference tensors: compiled programs only write to tensors whose views are tracked
         with torch.inference_mode(False):
-            made = {
+            arrays = {
                 half: untouched_zeros(
                     (halves.count(half), size.rows, self.slots, *half), dtype, device
                 )
                 for half in dict.fromkeys(halves)
             }
-            self.arrays = list(made.values())
+            self.arrays = list(arrays.values())
             self.memory = self.arrays  # for all rows that there is room for
             numbers = [halves[:i].count(half) for i, half in enumerate(halves)]
-            where = [list(made).index(half) for half in halves]
+            where = [list(arrays).index(half) for half in halves]
             each = list(zip(where, numbers, strict=True))
             self.pairs = list(zip(each[::2], each[1::2], strict=True))
             views = Views(self.arrays, self.pairs)

@@ -88,13 +88,13 @@ class Derived(Generic[T]):
         return self._found  # type: ignore[return-value]
 
 
-def _in_place(before: T | None, made: T) -> T:
-    """``made``, copied into the memory of the value ``before`` where that fits."""
+def _in_place(before: T | None, after: T) -> T:
+    """``after``, copied into the memory of the value ``before`` if the layouts match."""
     if type(before) is not Tensor or before.is_inference() or before.is_mkldnn:
-        return made
-    assert isinstance(made, Tensor)
-    layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in (before, made)]
-    return before.copy_(made) if layouts[0] == layouts[1] else made  # type: ignore[return-value]
+        return after
+    assert isinstance(after, Tensor)
+    layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in (before, after)]
+    return before.copy_(after) if layouts[0] == layouts[1] else after  # type: ignore[return-value]
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
@@ -230,14 +230,14 @@ def form_of(network: nn.Module) -> list[Any]:
             continue
         seen.add(module)
         classes.add(type(module))
-        own = module.__dict__
-        left += filter(None, own["_modules"].values())
+        attributes = module.__dict__
+        left += filter(None, attributes["_modules"].values())
         form.append(ref(module))
-        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+        for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
             if hooks:  # by numbers that PyTorch gives to no other hook
                 form += [key for key, hook in hooks.items() if not of_ours(hook)]
-        if "forward" in own:
-            form.append(_mark(own["forward"]))
+        if "forward" in attributes:
+            form.append(_mark(attributes["forward"]))
     form += [(kind, _mark(kind.forward)) for kind in sorted(classes, key=id)]
     for key, value in vars(network).items():
         if key not in PARTS and (mark := _mark(value)) is not None:

@@ -74,8 +74,8 @@ class History:
         row.scatter_reduce_(1, self.tokens.where(valid, 0), valid, "amax")
         if tree is None:
             return row[:, None]
-        own = tree.tokens[:, :, None]  # in place of nodes that are no ancestors
-        path = torch.where(tree.shape.ancestors, tree.tokens[:, None], own)  # [B, N, N]
+        node_tokens = tree.tokens[:, :, None]  # in place of nodes that are no ancestors
+        path = torch.where(tree.shape.ancestors, tree.tokens[:, None], node_tokens)  # [B, N, N]
         return row[:, None].repeat(1, tree.shape.size, 1).scatter_(-1, path, True)
 
     def sequence(self, row: int) -> Tensor:

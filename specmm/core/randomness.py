@@ -142,20 +142,20 @@ class RowNumbers:
     @classmethod
     def of(cls, uniforms: Uniforms, count: int) -> RowNumbers:
         """The next ``count`` numbers of each row of ``uniforms``, whose rows have no tokens yet."""
-        made = cls()
-        made.numbers = uniforms.draw(count).clone()
-        made.counts = torch.zeros(len(made.numbers), dtype=torch.int64, device=uniforms.device)
-        return made
+        rows = cls()
+        rows.numbers = uniforms.draw(count).clone()
+        rows.counts = torch.zeros(len(rows.numbers), dtype=torch.int64, device=uniforms.device)
+        return rows
 
     def join(self, generator: torch.Generator, count: int) -> Tensor:
         """Add a row at the end, with at most ``count`` numbers; returns its first number [1]."""
-        own = Uniforms([generator]).draw(count)
+        drawn = Uniforms([generator]).draw(count)
         rows, width = self.numbers.shape
-        numbers = own.new_zeros(rows + 1, max(width, count))
+        numbers = drawn.new_zeros(rows + 1, max(width, count))
         numbers[:rows, :width] = self.numbers
-        numbers[rows, :count] = own[0]
+        numbers[rows, :count] = drawn[0]
         self.numbers = numbers
-        return own[0, :1]
+        return drawn[0, :1]
 
     def leave(self, row: int) -> None:
         """Remove ``row``; the last row takes its place."""

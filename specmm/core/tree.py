@@ -65,9 +65,9 @@ class TreeShape:
         parents = self.parents.to(device)
         if parents is self.parents:
             return self
-        made = TreeShape(parents, self.depth, self.width)
-        made.fixed = self.fixed
-        return made
+        shape = TreeShape(parents, self.depth, self.width)
+        shape.fixed = self.fixed
+        return shape
 
     @classmethod
     def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:
@@ -81,9 +81,9 @@ class TreeShape:
                 raise ValueError(f"parent of node {node} must be in [0, {node}), got {parent}")
             depths.append(depths[parent] + 1)
             counts[parent] += 1
-        made = cls(torch.tensor([parents], device=device), max(depths), max(counts))
-        made.fixed = True
-        return made
+        shape = cls(torch.tensor([parents], device=device), max(depths), max(counts))
+        shape.fixed = True
+        return shape
 
     @classmethod
     def from_choices(
@@ -103,10 +103,10 @@ class TreeShape:
         """A root followed by ``length`` drafts, one after the other, at least 0."""
         if length < 0:
             raise ValueError(f"a chain must have at least 0 drafts, got {length}")
-        made = cls.from_parents(list(range(-1, length)), device)
+        shape = cls.from_parents(list(range(-1, length)), device)
         nodes = torch.ones(1, length + 1, length + 1, dtype=torch.bool, device=device)
-        made.ancestors = nodes.tril()  # at once: paths of a long chain would take seconds
-        return made
+        shape.ancestors = nodes.tril()  # at once: paths of a long chain would take seconds
+        return shape
 
     def parents_of(self, row: int) -> list[int]:
         """The parent of each node of a ``row``, -1 for the root."""

@@ -58,8 +58,8 @@ def is_drafter(thing: object) -> bool:
     thing = whole(thing)
     if isinstance(thing, str | nn.Module):
         return False
-    made = callable(getattr(thing, "propose", None)) and callable(getattr(thing, "begin", None))
-    return made or inspect.isroutine(thing)
+    both = callable(getattr(thing, "propose", None)) and callable(getattr(thing, "begin", None))
+    return both or inspect.isroutine(thing)
 
 
 OTHERS = Open[Any]("drafter", {}, _checked)
@@ -107,7 +107,7 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
         rest = ", ".join(str(one) for one in list(signature.parameters.values())[2:])
         raise ValueError(f"drafter {name} takes ({rest}), got {spec}: {error}") from error
     try:
-        made = thing(target, request, *values, **options)
+        drafter = thing(target, request, *values, **options)
     except AttributeError as error:
         if not isinstance(request.tree, Dynamic):
             raise
@@ -115,7 +115,7 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
             f"drafter {name} must make trees that grow, got {error}; give one of fixed shape, as "
             "tree=chain(3)"
         ) from error
-    return OutsideDrafter(made, name, maker_of(thing))
+    return OutsideDrafter(drafter, name, maker_of(thing))
 
 
 class OutsideDrafter:

@@ -83,9 +83,9 @@ class Open(Mapping[str, T]):
     A third-party entry never replaces one of ours.
     """
 
-    def __init__(self, kind: str, own: Mapping[str, T], entry: Callable[[str, Any], T]) -> None:
+    def __init__(self, kind: str, shipped: Mapping[str, T], entry: Callable[[str, Any], T]) -> None:
         self.kind = kind
-        self.own = own
+        self.own = shipped
         self.entry = entry
 
     def __getitem__(self, name: str) -> T:
@@ -160,8 +160,8 @@ def name_of(thing: object) -> str:
     if isinstance(thing, str):
         return thing
     thing = whole(thing)
-    own = getattr(thing, "name", None)
-    return own if isinstance(own, str) else getattr(thing, "__name__", type(thing).__name__)
+    name = getattr(thing, "name", None)
+    return name if isinstance(name, str) else getattr(thing, "__name__", type(thing).__name__)
 
 
 def parse_spec(text: str) -> tuple[str, list[Any], dict[str, Any]]:

@@ -203,9 +203,9 @@ def prepack(network: Network, long: bool = False) -> Network:
 
 def contiguous_state(network: nn.Module) -> dict[str, Tensor]:
     """The weights of ``network`` to be saved: packed ones made contiguous, tied ones still tied."""
-    made: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
     return {
-        name: made.setdefault(weight.data_ptr(), weight.contiguous())
+        name: copies.setdefault(weight.data_ptr(), weight.contiguous())
         for name, weight in network.state_dict().items()
     }
 

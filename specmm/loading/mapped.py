@@ -122,10 +122,10 @@ def give_back(tensor: Tensor) -> None:
 
 def moved(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
     """``tensor`` on ``device`` and, if it is floating, in ``dtype``; gives its old pages back."""
-    made = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-    if made is not tensor:
+    placed = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+    if placed is not tensor:
         give_back(tensor)
-    return made
+    return placed
 
 
 def owned(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -142,9 +142,9 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | No
     floating = {name for name, x in module.named_parameters(remove_duplicate=False)}
     copies: dict[tuple[int, torch.dtype], Tensor] = {}
     filled = {}
-    for name, own in module.state_dict().items():
+    for name, current in module.state_dict().items():
         tensor = state[name]
-        wanted = dtype if dtype is not None and name in floating else own.dtype
+        wanted = dtype if dtype is not None and name in floating else current.dtype
         key = (id(tensor), wanted)
         if key not in copies:
             copies[key] = owned(tensor, wanted)

@@ -95,16 +95,16 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
     gc.collect()
     # a copy, since PyTorch files programs by their code object
     code, closure = function.__code__.replace(), function.__closure__
-    own = types.FunctionType(
+    copied = types.FunctionType(
         code, function.__globals__, argdefs=function.__defaults__, closure=closure
     )
     keep_threads()
-    own.__kwdefaults__ = function.__kwdefaults__
-    vars(own).update(vars(function))
+    copied.__kwdefaults__ = function.__kwdefaults__
+    vars(copied).update(vars(function))
     options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}
 
     def compiler(whole: bool) -> Any:
-        return torch.compile(own, fullgraph=whole, dynamic=False, options=options)
+        return torch.compile(copied, fullgraph=whole, dynamic=False, options=options)
 
     return Program(function, compiler)
 

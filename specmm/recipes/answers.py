@@ -37,19 +37,19 @@ def answered(
     for file in kept.glob("*.json"):
         answers |= read_json(file)
     keyed = [chat.key or chat.keyed().key for chat in chats]
-    own = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
-    with tqdm(total=len(own), desc="answer") as bar:
+    places = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
+    with tqdm(total=len(places), desc="answer") as bar:
         for which, temperature in enumerate(TEMPERATURES):
-            some = [key for key in own if int(key, 16) % len(TEMPERATURES) == which]
+            some = [key for key in places if int(key, 16) % len(TEMPERATURES) == which]
             new = [key for key in some if key not in answers]
             bar.update(len(some) - len(new))
             for start in range(0, len(new), AT_ONCE):
-                part = {key: chats[own[key]] for key in new[start : start + AT_ONCE]}
+                part = {key: chats[places[key]] for key in new[start : start + AT_ONCE]}
                 fitting = {k: chat for k, chat in part.items() if reader.has_room(chat, longest)}
                 if fitting:
-                    made = _answers(pipe, reader, fitting, temperature, longest)
-                    write_whole(kept / f"{new[start]}.json", json.dumps(made).encode())
-                    answers |= made
+                    texts = _answers(pipe, reader, fitting, temperature, longest)
+                    write_whole(kept / f"{new[start]}.json", json.dumps(texts).encode())
+                    answers |= texts
                 bar.update(len(part))
     for key, chat in zip(keyed, chats, strict=True):
         whole = _learnable(reader, chat, answers.get(key, ()))

@@ -127,8 +127,8 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
         return torch.randperm(count, generator=mixed).tolist()
 
     def draw(number: int, visual: bool) -> Chat:
-        own = by_sort[visual]
-        return chats[own[order(len(own), number // len(own))[number % len(own)]]]
+        pool = by_sort[visual]
+        return chats[pool[order(len(pool), number // len(pool))[number % len(pool)]]]
 
     def rows(count: int | None) -> Sequence[Chat]:
         chosen = order(len(learnt), 0)[: count or len(learnt)]
@@ -146,7 +146,7 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
             )
         return other.prompts([edit(chat) for chat in some], LONGEST)
 
-    sorts = [sort for sort, own in by_sort.items() if own]
+    sorts = [sort for sort, numbers in by_sort.items() if numbers]
     return Conversations(rows, draw, prompts, reader, reader.read, sorts)
 
 

@@ -105,9 +105,9 @@ def _sizes(config: Any) -> dict[str, Any]:
 def _copy_layers(layers: Any, others: Any) -> None:
     """Copy the weights of ``others`` that fit; a Llama has no biases, which then are 0."""
     for layer, other in zip(layers, others, strict=False):
-        own = layer.state_dict()
+        state = layer.state_dict()
         theirs = other.state_dict()
-        fitting = {k: v for k, v in theirs.items() if k in own and own[k].shape == v.shape}
+        fitting = {k: v for k, v in theirs.items() if k in state and state[k].shape == v.shape}
         layer.load_state_dict(fitting, strict=False)
 
 

@@ -52,9 +52,9 @@ def diffusion(
     """
     begun = training.begun(model, "diffuspec", recipe)
     tokenizer, seed = begun.tokenizer, training.seed
-    made = build_model(Sizes(dim, layers, heads), tokenizer, seed)
-    made = made.to(named_device(own_device(training.device)))
-    drafter = FullAttention(made, begun.mask(mask), tokenizer.eos_token_id, shift=1)
+    network = build_model(Sizes(dim, layers, heads), tokenizer, seed)
+    network = network.to(named_device(own_device(training.device)))
+    drafter = FullAttention(network, begun.mask(mask), tokenizer.eos_token_id, shift=1)
     with one_first():
         stream = text_stream(tokenizer, training.out, text)
     run = training.run({**begun.facts, "data": key_of([stream.numpy().tobytes()])})
@@ -70,9 +70,9 @@ def proxy(*, model: str, text: list[Path], order: Count, least: Count, out: Path
     weights = weights_folder(folder)
     stream = text_stream(load_tokenizer(weights), writable(out), text)
     size = load_config(weights).get_text_config().vocab_size
-    made = fit_proxy([stream.tolist()], size, order, least)
+    ngram = fit_proxy([stream.tolist()], size, order, least)
     file = writable(folder / "drafters" / KINDS["diffuspec"].place) / PROXY
-    made.save(file)
+    ngram.save(file)
     return {"kind": "proxy", "model": model, "steps": 1, "outputs": [str(file)]}
 
 

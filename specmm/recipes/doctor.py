@@ -77,9 +77,9 @@ class Diagnosis:
 
 def diagnose(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Diagnosis:
     """The acceptance of a drafter under ``reading``, and under each change of it."""
-    own = followed(seen, reading, depth)
+    usual = followed(seen, reading, depth)
     tried = [(change, followed(seen, change.reading, depth)) for change in changes(reading, seen)]
-    return Diagnosis(own, sorted(tried, key=lambda pair: -pair[1].sampled))
+    return Diagnosis(usual, sorted(tried, key=lambda pair: -pair[1].sampled))
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class Examined:
 
     def diagnosis(self) -> Diagnosis:
         """The diagnosis of low acceptance."""
-        own = self._seen(self.questions.prompt)
-        reading = reading_of(self.network, own.target)
+        seen = self._seen(self.questions.prompt)
+        reading = reading_of(self.network, seen.target)
         others = [
             (said, followed(self._seen(prompt), reading))
             for said, prompt in self.questions.others()
         ]
-        return replace(diagnose(own, reading), asked=others)
+        return replace(diagnose(seen, reading), asked=others)
 
     def trace(self, temperature: float) -> Trace:
         """The acceptance of its drafts at a ``temperature``, as a trace."""
@@ -201,10 +201,10 @@ def _otherwise(opened: Conversations, count: int) -> Iterator[tuple[str, VLMProm
             other = copy.copy(reader)
             other.tell(thinking)
             ways.append((f"with{'' if thinking else 'out'} thinking", other, lambda chat: chat))
-    own = opened.prompts(count).rows()
+    prompts = opened.prompts(count).rows()
     for said, other, edit in ways:
         prompt = opened.prompts(count, other, edit)
-        if prompt.rows() != own:
+        if prompt.rows() != prompts:
             yield said, prompt
 
 

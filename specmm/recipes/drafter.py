@@ -166,8 +166,8 @@ def _examples(
         parts.append((picture_tokens(vq, pictures.images, out), labels))
     if count:
         rows = torch.randint(len(labels), (count,), generator=torch.Generator().manual_seed(seed))
-        own = _draw(model, target, vq, labels[rows], out / "drawn", cfg, seed)
-        parts.append((own[:, None].repeat(1, 2, 1), labels[rows]))
+        drawn = _draw(model, target, vq, labels[rows], out / "drawn", cfg, seed)
+        parts.append((drawn[:, None].repeat(1, 2, 1), labels[rows]))
     tokens, labels = (torch.cat(part) for part in zip(*parts, strict=True))
     return target, tokens, labels
 
@@ -181,9 +181,9 @@ def _draw(
     settings = read_settings(LlamaGenSettings, model)
     pipe = LlamaGenPipeline(target, vq, {}, settings)
     pipe.set_progress_bar_config(disable=True)
-    own = [settings.cfg, settings.cfg_interval, settings.temperature]
-    own += [settings.top_k, settings.top_p]
-    place = out / made_by(target, labels.tolist(), cfg, seed, own)
+    options = [settings.cfg, settings.cfg_interval, settings.temperature]
+    options += [settings.top_k, settings.top_p]
+    place = out / made_by(target, labels.tolist(), cfg, seed, options)
 
     def drawn(i: int, part: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1_000_003 * seed + i)
@@ -206,9 +206,9 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
     table = measure_acceptance(head, judge, prompt, range(pictures))
     taus = dict(settings.taus)
     for name, method in JACOBI.items():
-        own, drafter, rule = assemble(method, judge, PictureParts())
-        uniforms = Uniforms.from_seeds(range(pictures), own.device)
-        *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
+        bound, drafter, rule = assemble(method, judge, PictureParts())
+        uniforms = Uniforms.from_seeds(range(pictures), bound.device)
+        *_, end = decode(bound, drafter, rule, prompt, bound.length, uniforms)
         taus[name] = round(end.stats.tau, 4)
     write_settings(dataclasses.replace(settings, acceptance=table, taus=taus), model)
 
@@ -361,12 +361,12 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
             f"levels and units, got one with {begun.levels} levels, {begun.layers} layers of "
             f"{units[0]} units, auxiliary layers {begun.aux_layers}"
         )
-    own = drafter.state_dict()
+    state = drafter.state_dict()
     for name, old in other.state_dict().items():
         if name.endswith("feed_forward.w2.weight"):
-            own[name].zero_()
-        own[name][tuple(slice(size) for size in old.shape)] = old
-    own["slots"][begun.levels :] = other.slots[-1]
+            state[name].zero_()
+        state[name][tuple(slice(size) for size in old.shape)] = old
+    state["slots"][begun.levels :] = other.slots[-1]
 
 
 def block_loss(

@@ -236,8 +236,8 @@ class BlockReading(Reading):
             found = place.new_zeros(len(place), length, place.shape[-1])
             slot = slots + k
             there = slot < length
-            own = place[rows, slots - first[rows]]
-            yield found.index_put((rows[there], slot[there]), own[there])
+            anchor_states = place[rows, slots - first[rows]]
+            yield found.index_put((rows[there], slot[there]), anchor_states[there])
 
     def _layer(self, seen: Evidence, number: int) -> Tensor:
         last = number == len(seen.layers) - 1 and self.network.config.normed
@@ -245,15 +245,15 @@ class BlockReading(Reading):
 
     def _network(self) -> DFlash:
         """The network with the tokens that this reading has it draft."""
-        own = self.network.ids
-        if self.ids is None or own is None or torch.equal(self.ids, own):
+        ids = self.network.ids
+        if self.ids is None or ids is None or torch.equal(self.ids, ids):
             return self.network
-        made = copy.copy(self.network)
-        made._buffers = dict(made._buffers)
+        network = copy.copy(self.network)
+        network._buffers = dict(network._buffers)
         count = torch.arange(len(self.ids), device=self.ids.device)
-        made.d2t = self.ids - count
-        made.t2d = made.t2d.clone().fill_(len(count)).scatter(0, self.ids, count)
-        return made
+        network.d2t = self.ids - count
+        network.t2d = network.t2d.clone().fill_(len(count)).scatter(0, self.ids, count)
+        return network
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,9 @@ class LayerReading(Reading):
         read = self.states(seen)
         for step in range(depth):
             number = min(step, len(layers.model.layers) - 1)
-            own = step - number  # times that the last layer has read its own predictions
-            cache.aim(own * length, (own + 1) * length)
-            bias = rollout_bias(length, own).to(following)
+            repeats = step - number  # times that the last layer has read its own predictions
+            cache.aim(repeats * length, (repeats + 1) * length)
+            bias = rollout_bias(length, repeats).to(following)
             slots.aim(seen.place, places + 1, bias)
             states = slots.run(number, following, read)
             found = layers.predicted(states)
@@ -298,8 +298,8 @@ def reading_of(network: Any, target: VLMTarget) -> HeadReading | BlockReading | 
     if isinstance(network, DFlash):
         config = network.config
         DFlashSource(network, target)  # raises where it does not fit
-        own: dict[str, Any] = dict(size=config.block, mask=config.mask, anchor=config.anchor)
-        return BlockReading(network, config.layers, network.ids, **own, reaches=config.reaches)
+        sizes: dict[str, Any] = dict(size=config.block, mask=config.mask, anchor=config.anchor)
+        return BlockReading(network, config.layers, network.ids, **sizes, reaches=config.reaches)
     bound = network.bound(target)
     if bound.mask is not None:
         raise ValueError(
@@ -354,7 +354,7 @@ class Followed:
             "after more": place > middle,
         }
         first = self.token[0].float()
-        parts = {name: first[roots & own] for name, own in kinds.items()}
+        parts = {name: first[roots & of_kind] for name, of_kind in kinds.items()}
         return {name: float(values.mean()) for name, values in parts.items() if len(values)}
 
 
@@ -364,12 +364,12 @@ def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
     probs = seen.probs.roll(-1, 1)  # distributions of the token of a slot's first draft
     wanted = likeliest(probs)
     ids = reading.ids
-    own = probs if ids is None else probs[..., ids]
+    target_probs = probs if ids is None else probs[..., ids]
     tokens, overlaps = [], []
     for logits in reading.drafted(seen, depth):
         best = likeliest(logits)
         tokens.append((best if ids is None else ids[best]) == wanted)
-        overlaps.append(torch.minimum(own, logits.softmax(-1)).sum(-1))
+        overlaps.append(torch.minimum(target_probs, logits.softmax(-1)).sum(-1))
     return Followed(seen, torch.stack(tokens), torch.stack(overlaps))
 
 
@@ -387,11 +387,11 @@ def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = 
     generator = torch.Generator(probs.device).manual_seed(0)
     kept = []
     for logits in reading.drafted(seen, depth):
-        own, following = logits[roots], given[roots]
+        at_roots, following = logits[roots], given[roots]
         if seen.target.processor.greedy:
-            found = vocabulary.to_target(largest(own, ranks)[1]) == following[:, None]
+            found = vocabulary.to_target(largest(at_roots, ranks)[1]) == following[:, None]
         else:
-            parts = [x.split(CACHED) for x in (probs, own, following)]
+            parts = [x.split(CACHED) for x in (probs, at_roots, following)]
             each = [
                 chances(p, vocabulary.spread(to_probs(x)), token, ranks, generator)
                 for p, x, token in zip(*parts, strict=True)

@@ -360,11 +360,11 @@ def _optimizers(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=betas)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=betas)]
     if inner:  # its steps are scaled to the size of AdamW's
         options: dict[str, Any] = {"lr": muon, "weight_decay": weight_decay}
-        made.append(torch.optim.Muon(inner, **options, adjust_lr_fn="match_rms_adamw"))
-    return made
+        optimizers.append(torch.optim.Muon(inner, **options, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 def _keep(file: Path, other: Path) -> None:

@@ -238,14 +238,14 @@ def msd_loss(
     the last's.
     """
     # Slots that read a state which an answer's slot before them predicts.
-    own = F.pad(slots.mask[:, :-1], (1, 0))
+    visual = F.pad(slots.mask[:, :-1], (1, 0))
     hidden = slots.context
     drafted = []
     for _ in range(passes):
         states = head(head.prompt_slots(slots.embeddings, hidden, slots.image))
         drafted.append(states[slots.mask].float())
         before = F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden)
-        hidden = torch.where(own[..., None], before, hidden)
+        hidden = torch.where(visual[..., None], before, hidden)
     wanted = slots.hidden.roll(-1, 1)[slots.mask].float()  # [M, C]
     states = torch.stack(drafted, 1)  # [M, passes, C]
     losses, overlaps = of_drafts(loss, output, output, wanted, states)

@@ -119,8 +119,8 @@ class Recipe:
                 settings[name] = _fitting(name, value, kind)
         given: dict[str, Any] = {}
         for name, hint in self._hints().items():
-            own = {field: settings[field] for field in _fields(hint)}
-            given[name] = hint(**own) if own else settings[name]
+            values = {field: settings[field] for field in _fields(hint)}
+            given[name] = hint(**values) if values else settings[name]
         if "recipe" in function.__annotations__:
             given["recipe"] = replace(self, settings=settings)
         return function(**given)
@@ -134,11 +134,11 @@ def recipes() -> dict[str, Path]:
 
 def load(name: str) -> Recipe:
     """The recipe of a name or of a config file; raises ``ValueError`` for one that is none."""
-    own = name.endswith(".toml")
+    is_file = name.endswith(".toml")
     files = recipes()
-    if not own and name not in files:
+    if not is_file and name not in files:
         raise unknown("recipe", name, files)
-    file = Path(name) if own else files[name]
+    file = Path(name) if is_file else files[name]
     try:
         read = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -148,10 +148,10 @@ def load(name: str) -> Recipe:
     if "recipe" in read and keys <= {"recipe", "open"}:
         base = load(read["recipe"])
         base = replace(base, name=name, open=read.get("open", base.open))
-        if own:
+        if is_file:
             return base.having(settings)
         return replace(base, settings={**base.settings, **settings})
-    if own or "train" not in read or not keys <= {"train", "open"}:
+    if is_file or "train" not in read or not keys <= {"train", "open"}:
         raise ValueError(
             f'{file} must hold recipe = "NAME" and a table [settings], '
             f"got {', '.join(sorted(keys))}"

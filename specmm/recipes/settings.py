@@ -185,15 +185,15 @@ class Begun:
     @cached_property
     def target(self) -> VLMTarget:
         """The target, in its dtype and on its device."""
-        own = self.training
-        return load_frozen(self.folder, own_device(own.device), own.dtype, own.device_map)
+        args = self.training
+        return load_frozen(self.folder, own_device(args.device), args.dtype, args.device_map)
 
     def pipeline(self, method: str = "ar") -> Any:
         """The model's pipeline with a ``method``, on the target's device."""
-        own = self.training
+        args = self.training
         kind: Any = VQAPipeline if sees(self.folder) else TextPipeline
-        where = None if own.device_map else own_device(own.device)
-        options = dict(device=where, dtype=own.dtype, device_map=own.device_map)
+        where = None if args.device_map else own_device(args.device)
+        options = dict(device=where, dtype=args.dtype, device_map=args.device_map)
         return kind.from_pretrained(self.folder, method=method, **options)
 
     @cached_property
@@ -213,18 +213,18 @@ class Begun:
 
     def steps(self, rows: Sequence[Any]) -> int:
         """Optimiser steps over ``rows``."""
-        own = self.training
-        each = own.batch * own.accumulate
-        return math.ceil(own.epochs * len(rows) / each) if own.epochs else int(own.steps)
+        args = self.training
+        each = args.batch * args.accumulate
+        return math.ceil(args.epochs * len(rows) / each) if args.epochs else int(args.steps)
 
     def run(self, lessons: Lessons, drafter: Any, network: nn.Module, **more: Any) -> Run:
         """The loop over the ``lessons``, with measurements of the ``drafter`` while its ``network``
         learns; ``more`` override the training's settings.
         """
-        own = self.training
-        made = {**self.facts, "rows learnt": lessons.key, "target": digest(self.target.model)}
-        more |= dict(measure=self.tau(drafter, network, lessons), measure_every=own.measure_every)
-        run: Run = own.run(made, **{"steps": self.steps(lessons.rows), **more})
+        args = self.training
+        facts = {**self.facts, "rows learnt": lessons.key, "target": digest(self.target.model)}
+        more |= dict(measure=self.tau(drafter, network, lessons), measure_every=args.measure_every)
+        run: Run = args.run(facts, **{"steps": self.steps(lessons.rows), **more})
         return run
 
     def learn(
@@ -242,10 +242,10 @@ class Begun:
         """Train the ``drafter``, or a ``network`` of it, by the ``loss`` on the target's states on
         ``lessons``, of which the drafter reads ``layers``; then ``save`` writes it.
         """
-        own = self.training
+        args = self.training
         network = drafter if network is None else network
         run = self.run(lessons, drafter, network, **more)
-        options = (own.batch, own.seed, own.out, own.keep, lessons.lengths)
+        options = (args.batch, args.seed, args.out, args.keep, lessons.lengths)
         seen = SeenRows(self.target, lessons.rows, lessons.read, layers, *options)
         learn(network, loss, seen.batch, run, clip=clip)
         return self.end(save, run)
@@ -266,8 +266,8 @@ class Begun:
             stop = EndTokens(lessons.ends, target.device)
             length, uniforms = prompt.max_new_tokens, row_uniforms(prompt)
             with served(network, target.dtype):
-                own, rule = assemble(method, judge, drafter)
-                *_, end = decode(judge, own, rule, prompt, length, uniforms, stop=stop)
+                bound, rule = assemble(method, judge, drafter)
+                *_, end = decode(judge, bound, rule, prompt, length, uniforms, stop=stop)
             return {"tau": end.stats.tau}
 
         return measure
@@ -292,12 +292,12 @@ def served(network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """A block in which a ``network`` that learns in float32 has its weights in ``dtype``, as when
     it drafts.
     """
-    own = [weight for weight in network.parameters() if weight.dtype == torch.float32 != dtype]
-    kept = [weight.data for weight in own]
-    for weight in own:
+    masters = [weight for weight in network.parameters() if weight.dtype == torch.float32 != dtype]
+    kept = [weight.data for weight in masters]
+    for weight in masters:
         weight.data = weight.data.to(dtype)
     try:
         yield
     finally:
-        for weight, data in zip(own, kept, strict=True):
+        for weight, data in zip(masters, kept, strict=True):
             weight.data = data

@@ -118,18 +118,18 @@ class Source(Data):
             return self._chats(begun) if given == ["data"] else self._texts(begun)
 
     def _chats(self, begun: Begun) -> Lessons:
-        own = begun.training
+        training = begun.training
         load = lambda: begun.target  # noqa: E731
-        opened = self.opened(begun.folder, load, own.out, own.seed, self.drawn == 1)
+        opened = self.opened(begun.folder, load, training.out, training.seed, self.drawn == 1)
         rows = opened.rows(self.rows)
         if self.drawn:
-            kept = Spool(own.out)
-            made = (begun.pipeline("auto"), opened.reader, rows, self.drawn, self.answer_tokens)
-            for chat in answered(*made, own.out):
+            kept = Spool(training.out)
+            inputs = (begun.pipeline("auto"), opened.reader, rows, self.drawn, self.answer_tokens)
+            for chat in answered(*inputs, training.out):
                 kept.add(chat)
             rows = kept
         lengths = array("q", (chat.length for chat in rows))
-        return replace(lessons_of(opened, rows, own.scenes), lengths=lengths)
+        return replace(lessons_of(opened, rows, training.scenes), lengths=lengths)
 
     def _texts(self, begun: Begun) -> Lessons:
         """Rows of texts; of given ones the last share is held out."""
@@ -150,8 +150,8 @@ class Source(Data):
                 held = text_stream(words, out, held_out=True)
             held = windows(held, 0, scenes, PROMPT, seed)
             rows = Rows.of(stream, count, length, seed)
-            if own := round(self.drawn * count):
-                beginnings = rows[:own][:, : length // 4]
+            if drawn_count := round(self.drawn * count):
+                beginnings = rows[:drawn_count][:, : length // 4]
                 rows = rows.after(drawn_rows(target, beginnings, length, (0.0, 1.0), out, seed))
         prompt = VLMPrompt(padded(held[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
         key = key_of(row.numpy().tobytes() for row in rows)

@@ -188,12 +188,12 @@ def make_tree(
     if name not in TREES:
         raise unknown("tree", name, [*TREES, "sequoia", *NAMED])
     try:
-        made = TREES[name].make(*values, **options, device=device)
+        shape = TREES[name].make(*values, **options, device=device)
     except TypeError as error:
         raise ValueError(f"a tree must read as {TREES[name].spelling}, got {tree!r}") from error
-    if not isinstance(made, TreeShape | Dynamic):
-        raise ValueError(f"tree {name} must make a TreeShape, got a {type(made).__name__}")
-    return _sound(made, device)
+    if not isinstance(shape, TreeShape | Dynamic):
+        raise ValueError(f"tree {name} must make a TreeShape, got a {type(shape).__name__}")
+    return _sound(shape, device)
 
 
 def _sound(tree: TreeShape | Dynamic, device: Device) -> TreeShape | Dynamic:

@@ -112,8 +112,8 @@ class TextPipeline(Pipeline):
             texts, tokens, end = run.finish(streamer)
             told = run.told(tokens, end)
             if work is not None:
-                made = max(sum(map(len, tokens)), 1)
-                work.observe(time.perf_counter() - start, made, told["compiled"], run.built)
+                count = max(sum(map(len, tokens)), 1)
+                work.observe(time.perf_counter() - start, count, told["compiled"], run.built)
         drafter = getattr(run.drafter, "inner", run.drafter)  # a grammar's drafter wraps it
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
         return TextOutput(texts=texts, trace=trace, **told)

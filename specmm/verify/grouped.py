@@ -86,8 +86,8 @@ class Grouped:
         places = rank + torch.arange(-self.span, self.span + 1, device=rank.device)
         there = (places >= 0) & (places < target.shape[-1])
         group = order.gather(-1, places.clamp(0, target.shape[-1] - 1))
-        own = take(target, token)[..., None]
-        alike = (take(target, group) - own).abs() < self.gap
+        token_prob = take(target, token)[..., None]
+        alike = (take(target, group) - token_prob).abs() < self.gap
         if self.neighbourhood is not None:
             near, is_code = self.neighbourhood.near(token, self.k)
             members = (group[..., None] == near[..., None, :]).any(-1)

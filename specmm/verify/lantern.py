@@ -102,17 +102,17 @@ class Neighbourhood:
                 f"k must be in [0, {columns}] for a table of {codes} x {columns}, got {self.k}"
             )
 
-    def borrowed(self, target: Tensor, token: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def borrowed(self, target: Tensor, token: Tensor, token_prob: Tensor) -> tuple[Tensor, Tensor]:
         """S of ``token`` [B, F] under ``target`` [B, F, V], and whether any neighbour qualifies:
         [B, F] both.
 
-        ``own`` [B, F] is target(token).
+        ``token_prob`` [B, F] is target(token).
         """
         if not self.k:
-            return torch.zeros_like(own), torch.zeros_like(own, dtype=torch.bool)
+            return torch.zeros_like(token_prob), torch.zeros_like(token_prob, dtype=torch.bool)
         near, is_code = self.near(token, self.k)
         total = target.gather(-1, near).cumsum(-1)
-        bound = (self.bound - 1) * own[..., None] if self.factor else self.bound
+        bound = (self.bound - 1) * token_prob[..., None] if self.factor else self.bound
         over = (total > bound) | ~is_code[..., None]
         return total.masked_fill_(over, 0.0).amax(-1), ~over[..., 0]
 
@@ -212,8 +212,8 @@ class LanternPP(_Borrowing):
 
 def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:
     """min(1, relaxed / q) [B, F] of the drafts, with what they borrow of ``target`` [B, F, V]."""
-    own = take(target, trial.token)
-    return kept_with(own + near.borrowed(target, trial.token, own)[0], trial)
+    token_prob = take(target, trial.token)
+    return kept_with(token_prob + near.borrowed(target, trial.token, token_prob)[0], trial)
 
 
 def _corrected(near: Neighbourhood) -> Step:
@@ -225,18 +225,18 @@ def _corrected(near: Neighbourhood) -> Step:
 
 def _released(near: Neighbourhood, *, lumina: bool) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        own = take(target, trial.token)
-        borrowed, accepted = near.borrowed(target, trial.token, own)
+        token_prob = take(target, trial.token)
+        borrowed, any_near = near.borrowed(target, trial.token, token_prob)
         if trial.probs is None:
-            rest = _cleared(near, target, trial.token, accepted).scatter(
+            rest = _cleared(near, target, trial.token, any_near).scatter(
                 -1, trial.token[..., None], 0.0
             )
         elif lumina:
-            rest = (_cleared(near, target, trial.token, accepted) - trial.probs).clamp_(min=0)
+            rest = (_cleared(near, target, trial.token, any_near) - trial.probs).clamp_(min=0)
         else:
-            rest = (target - _cleared(near, trial.probs, trial.token, accepted)).clamp_(min=0)
+            rest = (target - _cleared(near, trial.probs, trial.token, any_near)).clamp_(min=0)
         everywhere = torch.full_like(target, 1 / target.shape[-1])
-        return kept_with(own + borrowed, trial), normalised(rest, everywhere)
+        return kept_with(token_prob + borrowed, trial), normalised(rest, everywhere)
 
     return step
 
@@ -258,8 +258,8 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     wanted = best.gather(1, parents)
     row = torch.arange(len(p), device=p.device)[:, None]
     before = p[row, parents]  # [B, N, V]: what each node's parent predicts
-    own = take(before, tree.tokens)
-    relaxed = own + near.borrowed(before, tree.tokens, own)[0]
+    token_prob = take(before, tree.tokens)
+    relaxed = token_prob + near.borrowed(before, tree.tokens, token_prob)[0]
     top = take(before, wanted)
     wins = (tree.tokens == wanted) | (relaxed > top) | ((relaxed == top) & (tree.tokens < wanted))
     wins[:, 0] = True
@@ -267,7 +267,7 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     excess = None
     if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
         wrong = (kept & (tree.tokens != wanted)).to(p.dtype)
-        excess = torch.zeros_like(own).scatter_reduce(
+        excess = torch.zeros_like(token_prob).scatter_reduce(
             1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
         )
     return Decisions(kept.to(p.dtype), one_hot(best, p), deepest_first(tree.shape), excess)

@@ -33,8 +33,8 @@ class Matching(PointMass):
         tokens that come next, of which the round takes as many as it keeps.
         """
         shape = tree.shape
-        own = uniforms.draw(shape.depth + 1)  # [B, D + 1]
-        drawn = categorical(p, own.gather(1, shape.depths.expand(len(p), -1)))  # [B, N]
+        row_uniforms = uniforms.draw(shape.depth + 1)  # [B, D + 1]
+        drawn = categorical(p, row_uniforms.gather(1, shape.depths.expand(len(p), -1)))  # [B, N]
         parents = shape.parents.clamp(min=0).expand_as(drawn)
         hit = drawn.gather(1, parents) == tree.tokens
         hit[:, 0] = True

@@ -162,8 +162,8 @@ def lantern(
             if dist is not None:
                 kept = [min(q, relaxed(target, x)) for x, q in enumerate(dist)]
             return chance, _normalised(_minus(target, kept), target)
-        accepted = borrowed(target, token, table, k, bound, factor) is not None
-        gone = set(table[token][: k + 1]) if accepted else set()
+        borrows = borrowed(target, token, table, k, bound, factor) is not None
+        gone = set(table[token][: k + 1]) if borrows else set()
         if dist is None or residual == "lumina":
             target = [0.0 if x in gone else m for x, m in enumerate(target)]
         else:

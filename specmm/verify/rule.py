@@ -240,11 +240,11 @@ class RuleKind:
         siblings: Any = getattr(rule, "siblings", "distinct")
         if siblings is not None and siblings not in get_args(Siblings):
             raise unknown(f"way to draw siblings of rule {name}", siblings, get_args(Siblings))
-        made = rule if inspect.isclass(rule) else type(rule)
-        if not issubclass(made, Hashable):
+        rule_class = rule if inspect.isclass(rule) else type(rule)
+        if not issubclass(rule_class, Hashable):
             raise ValueError(
-                f"rule {name} must be hashable, for calls share it, got a {made.__name__}; make it "
-                "a @dataclass(frozen=True)"
+                f"rule {name} must be hashable, because calls share it, got a "
+                f"{rule_class.__name__}; make it a @dataclass(frozen=True)"
             )
         what = (inspect.getdoc(rule) or name).splitlines()[0]
         relaxed, codes = (bool(getattr(rule, flag, False)) for flag in ("relaxed", "codes"))
@@ -344,5 +344,5 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
         raise unknown(f"option of rule {name}", strange[0], known or ["(none)"], OPTION)
     for option, value in options.items():
         check_kind(parameters[option].annotation, **{option: value})
-    made: Rule = rule(**{**kind.preset, **options, **given})
-    return made
+    instance: Rule = rule(**{**kind.preset, **options, **given})
+    return instance

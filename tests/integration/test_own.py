@@ -378,7 +378,7 @@ def test_a_rule_must_be_hashable_and_say_how_siblings_are_drawn():
         def decisions(self, tree, p, *, measure=False):
             return top_down(tree, p, strict_step)
 
-    with pytest.raises(ValueError, match="hashable, for calls share it, got a Loose"):
+    with pytest.raises(ValueError, match="hashable, because calls share it, got a Loose"):
         specmm.register("rule", "loose", Loose)
     odd = type("Odd", (Broken,), {"siblings": "distinkt"})
     with pytest.raises(ValueError, match="rule odd 'distinkt'; did you mean 'distinct'"):

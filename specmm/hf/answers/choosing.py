@@ -56,12 +56,12 @@ def candidates_of(
     candidates: list[tuple[int, list[Candidate]]] = []
     for name in kinds:
         method: Method = methods.make(methods.GENERATE, name)
-        own = copy.copy(target)  # drafters set on it which states they read
+        target_copy = copy.copy(target)  # drafters set on it which states they read
         try:
             drafter = drafters.get(name)
-            assemble(method, own, drafter, tokenizer)
+            assemble(method, target_copy, drafter, tokenizer)
             trees = KINDS[name].trees
-            own_trees = named(trees)(own, drafter, method) if trees else [Candidate(method)]
+            own_trees = named(trees)(target_copy, drafter, method) if trees else [Candidate(method)]
             network = network_of(drafter)
             size = sum(x.numel() for x in network.parameters()) if network else LARGE
             candidates.append((size, own_trees))
@@ -135,11 +135,11 @@ def begin_of(
     tokens = prompt.max_new_tokens if length is None else length
 
     def begin(method: Any) -> Iterator[Progress]:
-        own = copy.copy(target)  # drafters set on it which states they read
+        target_copy = copy.copy(target)  # drafters set on it which states they read
         run = (prompt, tokens, row_uniforms(prompt))
         if not method.drafts:
-            return decode_plain(own, *run)
-        drafter, rule = assemble(method, own, drafters.get(method.name), tokenizer)
-        return decode(own, drafter, rule, *run)
+            return decode_plain(target_copy, *run)
+        drafter, rule = assemble(method, target_copy, drafters.get(method.name), tokenizer)
+        return decode(target_copy, drafter, rule, *run)
 
     return begin

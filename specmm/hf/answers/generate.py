@@ -157,8 +157,8 @@ def custom_generate(
         target_with: Callable[[Processor], VLMTarget], prompt: VLMPrompt, sampled: bool
     ) -> tuple[Method, Record | None]:
         if not kind:
-            own = preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
-            return own, None
+            preset = preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
+            return preset, None
         plain = target_with(Processor(float(sampled)))  # processors may keep state
         own_drafter = {kind: drafter_of(plain.model)}
         parts = (Drafters(None, plain.name, plain.model, own_drafter), plain)
@@ -201,8 +201,8 @@ def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict
     names = dict.fromkeys(["repetition_penalty", *FILTERS, *SCORES])
     named = [name for name in names if config.do_sample or name not in FILTERS]
     settings |= {name: given[name] for name in named if given.get(name) not in (None, 0, 1)}
-    own = [type(one).__name__ for one in processors if _is_callers(one)]
-    return settings | ({"logits_processor": "+".join(own)} if own else {})
+    callers = [type(one).__name__ for one in processors if _is_callers(one)]
+    return settings | ({"logits_processor": "+".join(callers)} if callers else {})
 
 
 def _is_callers(processor: object) -> bool:
@@ -339,7 +339,7 @@ def _joined(
     answers = end.tokens[:, :width].masked_fill(column >= end.counts[:, None], pad)
     sequences: Any = torch.cat([input_ids, answers], dim=1)
     if config.return_dict_in_generate:
-        made: Any = GenerateDecoderOnlyOutput(sequences=sequences)
-        made[next(name for name in CACHES if hasattr(made, name))] = given.cache
-        return made
+        output: Any = GenerateDecoderOnlyOutput(sequences=sequences)
+        output[next(name for name in CACHES if hasattr(output, name))] = given.cache
+        return output
     return sequences

@@ -33,8 +33,8 @@ class GivenCache:
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-        own = cache is None or not getattr(cache, "_is_user_defined", False)  # generate's, empty
-        self.cache: TransformersCache | None = None if own else cache
+        new = cache is None or not getattr(cache, "_is_user_defined", False)  # generate's, empty
+        self.cache: TransformersCache | None = None if new else cache
         layers: Any = getattr(self.cache, "layers", ())
         counts = [int(x.get_seq_length()) for x in layers if hasattr(x, "get_seq_length")]
         begun = any(getattr(x, "is_initialized", False) for x in layers)

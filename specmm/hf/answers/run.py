@@ -231,16 +231,16 @@ class Run:
             ended = (progress.counts >= progress.limits).tolist()
             shown = shown or [""] * len(rows)
             counted = counted or [0] * len(rows)
-            made = [len(ids) for ids in rows]
-            if made == counted:
+            counts = [len(ids) for ids in rows]
+            if counts == counted:
                 continue  # the last progress, which only adds the counts of the run
             gained = _gained(progress) if apart else [(0, 0)] * len(rows)
             found = []
             for row, ids in enumerate(rows):
                 pieces = self._pieces(ids, ended[row], shown[row], *gained[row])
-                found.append(RoundText(pieces, made[row] - counted[row]))
+                found.append(RoundText(pieces, counts[row] - counted[row]))
                 shown[row] += found[-1].text
-            counted = made
+            counted = counts
             yield found
 
     def _pieces(

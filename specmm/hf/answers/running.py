@@ -229,10 +229,10 @@ class Pipeline:
             compiled = of_call(options.grammar).compiled(self.tokenizer, vocabulary, self.ends())
         if options.more:
             ids = prompt.at_left()[0]["input_ids"]
-            made = processors_of(self.model, options, ids, compiled)
+            processors = processors_of(self.model, options, ids, compiled)
             sample = not options.processor.greedy
             settings = options.settings
-            target.processor = processor = PathProcessor(made, ids, sample, settings)
+            target.processor = processor = PathProcessor(processors, ids, sample, settings)
             processor.drafts = method.drafts
         elif compiled is not None:
             matchers = Matchers([compiled])
@@ -441,8 +441,8 @@ class Pipeline:
             prompt_tokens=prompts.lengths, longest=length, ends=frozenset(self.ends())
         )
         if criteria := options.more.get("stopping_criteria"):
-            own = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
-            stop = all_of(stop, Criteria(own, prompt.at_left()[0]["input_ids"]))
+            criteria_list = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
+            stop = all_of(stop, Criteria(criteria_list, prompt.at_left()[0]["input_ids"]))
         if parts is None and queue is None and not isinstance(play, GraphRound):
             steps = chosen.timed(decode_plain(target, prompt, length, uniforms, stop=stop))
             return Run(name, shared.alone(steps), None, stops, settings, play=play, **told)

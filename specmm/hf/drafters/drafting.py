@@ -181,26 +181,26 @@ def drafting_probs(target: VLMTarget, vocabulary: DrafterVocabulary) -> Processo
 
 
 def translated(
-    own: PreTrainedTokenizerBase | None,
+    small: PreTrainedTokenizerBase | None,
     tokenizer: PreTrainedTokenizerBase | None,
     target: VLMTarget,
     vocabulary: int,
 ) -> Translation | None:
-    """Between the ``tokenizer`` of the target and a drafter's ``own`` of ``vocabulary`` tokens.
+    """Between the target's ``tokenizer`` and a drafter's ``small`` one of ``vocabulary`` tokens.
 
-    None where the drafter has none: it reads the target's tokens. Raises ``ValueError`` for a
-    drafter with its own tokenizer where the target's is not given.
+    None if the drafter reads the target's tokens. Raises ``ValueError`` if the drafter has another
+    tokenizer and the target's is not given.
     """
-    if own is None:
+    if small is None:
         return None
     if tokenizer is None:
         raise ValueError(
             "a drafter with a tokenizer of its own needs the target's, got none; give tokenizer=…, "
             "or the drafter without its own if it reads the target's tokens"
         )
-    if own.get_vocab() == tokenizer.get_vocab():
+    if small.get_vocab() == tokenizer.get_vocab():
         return Translation.same(vocabulary, target.family.vocabulary, padding=None)
-    return Translation.between(tokenizer, own, target.family.vocabulary, vocabulary)
+    return Translation.between(tokenizer, small, target.family.vocabulary, vocabulary)
 
 
 def assemble(
@@ -219,8 +219,8 @@ def assemble(
     kind = KINDS.get(method.name)
     if kind is None or not kind.make:
         raise ValueError(f"method {method.name!r} drafts nothing")
-    made: Assembly = named(kind.make)(method, target, drafter, tokenizer)
-    return made
+    assembly: Assembly = named(kind.make)(method, target, drafter, tokenizer)
+    return assembly
 
 
 def _outside(choice: methods.Choice, target: VLMTarget) -> Assembly:
@@ -248,16 +248,16 @@ def preset_of(method: methods.Composed) -> Method:
 
     if choice.drafter not in methods.GENERATE.entries:
         raise unknown("drafter", choice.drafter, [*methods.GENERATE, *OTHERS])
-    own = methods.make(methods.GENERATE, choice.drafter)
-    if "rule" not in options(own.name):
+    preset_method = methods.make(methods.GENERATE, choice.drafter)
+    if "rule" not in options(preset_method.name):
         able = [name for name in methods.GENERATE if "rule" in options(name)]
         raise unknown("drafter that takes any tree and rule", choice.drafter, able)
-    given: dict[str, Any] = {"rule": choice.rule, "tree": choice.tree or own.tree}
+    given: dict[str, Any] = {"rule": choice.rule, "tree": choice.tree or preset_method.tree}
     if not given["tree"]:
         raise ValueError(f"drafter {choice.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
-    if "sampled" in options(own.name):
+    if "sampled" in options(preset_method.name):
         given["sampled"] = True
-    return dataclasses.replace(own, **given)
+    return dataclasses.replace(preset_method, **given)
 
 
 def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
@@ -353,9 +353,9 @@ class Drafters:
 
     def save(self, folder: Path) -> None:
         """Copy the drafters that lie beside the model to beside the one in ``folder``."""
-        own = None if self.folder is None else self.folder / DRAFTERS
-        if own is not None and own.is_dir() and own.resolve() != (folder / DRAFTERS).resolve():
-            shutil.copytree(own, folder / DRAFTERS, dirs_exist_ok=True)
+        ours = None if self.folder is None else self.folder / DRAFTERS
+        if ours is not None and ours.is_dir() and ours.resolve() != (folder / DRAFTERS).resolve():
+            shutil.copytree(ours, folder / DRAFTERS, dirs_exist_ok=True)
 
     def has(self, method: str) -> bool:
         """Whether the drafter of ``method`` is available, or none is needed."""

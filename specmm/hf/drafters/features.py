@@ -283,11 +283,11 @@ def shift_of(target: VLMTarget) -> Tensor:
     return offsets + target.begins - target.prompt.lengths
 
 
-def with_row(shift: Tensor, row: int, own: Tensor) -> Tensor:
-    """``shift`` [B] or [3, B] with ``own`` [1] or [3, 1] for a ``row`` that restarts."""
-    if own.ndim > shift.ndim:  # the first row with positions in parts
-        shift = shift.expand(len(own), -1).clone()
-    shift[..., row] = own[..., 0]
+def with_row(shift: Tensor, row: int, restarted: Tensor) -> Tensor:
+    """``shift`` [B] or [3, B] in which a ``row`` that restarts has ``restarted`` [1] or [3, 1]."""
+    if restarted.ndim > shift.ndim:  # the first row with positions in parts
+        shift = shift.expand(len(restarted), -1).clone()
+    shift[..., row] = restarted[..., 0]
     return shift
 
 

@@ -66,8 +66,8 @@ def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
         own = torch.arange(begin, begin + size, dtype=torch.float64)
         numbers[name] = own.view(given[name].shape)
         begin += size
-    with TemporaryDirectory() as made:
-        there = Path(made)
+    with TemporaryDirectory() as folder:
+        there = Path(folder)
         save_file(numbers, there / "model.safetensors", {"format": "pt"})
         shutil.copyfile(place / "config.json", there / "config.json")
         main = named_layers(target, there)

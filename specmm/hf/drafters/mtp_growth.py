@@ -46,8 +46,8 @@ class LayerGrowth(Growth):
     def begin(self, cache: Cache) -> None:
         """See :class:`specmm.core.growth.Growth`; first are the mask's rows of committed tokens."""
         super().begin(cache)
-        own = slice(cache.size.capacity, self.start)
-        self.mask[:, :, : self.before, own].masked_fill_(self.chain, 0)
+        own_slots = slice(cache.size.capacity, self.start)
+        self.mask[:, :, : self.before, own_slots].masked_fill_(self.chain, 0)
         self.order = torch.arange(self.before, device=self.mask.device)
 
     def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:

@@ -200,8 +200,8 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
             f"{folder} must hold the MTP layers of a {type(target).__name__}, {_reason(error)}; "
             f"{ADVICE}"
         ) from error
-    own = {name: x for name, x in model.state_dict().items() if name.startswith("layers.")}
-    check_weights(own, folder)
+    layer_state = {name: x for name, x in model.state_dict().items() if name.startswith("layers.")}
+    check_weights(layer_state, folder)
     return _ready(model, target)
 
 
@@ -291,8 +291,8 @@ def _names(main: PreTrainedModel) -> list[str]:
     first = text.num_hidden_layers
     further = range(first, first + text.num_mtp_layers)
     known = main._keys_to_ignore_on_load_unexpected or ()
-    own = [pattern for pattern in known if "mtp" in pattern]
-    return own + [rf"(^|\.)(model|language_model)\.layers\.{number}\." for number in further]
+    patterns = [pattern for pattern in known if "mtp" in pattern]
+    return patterns + [rf"(^|\.)(model|language_model)\.layers\.{number}\." for number in further]
 
 
 def _reason(error: Exception) -> str:

@@ -146,8 +146,8 @@ def make_text_draft(
     With a tokenizer that is not the target's it is shown text, and its drafts are translated.
     """
     small = SmallModel.of(drafter)
-    own = small.processor
-    translation = translated(own, tokenizer, target, small.vocabulary)
+    words = small.processor
+    translation = translated(words, tokenizer, target, small.vocabulary)
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
         device = prompt.input_ids.device
@@ -155,7 +155,7 @@ def make_text_draft(
         if translation is None or not translation.foreign:
             return padded([row or [0] for row in rows], device)
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        return padded([own.encode(text) or [0] for text in texts], device)
+        return padded([words.encode(text) or [0] for text in texts], device)
 
     return _assembled(method, target, small.model, read, translation)
 
@@ -168,11 +168,11 @@ def make_vlm_draft(
     It is shown pictures and question by its own processor, or the target's inputs.
     """
     small = SmallModel.of(drafter)
-    own = small.processor
+    proc = small.processor
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
-        if own is not None and prompt.source is not None:
-            return on_device(prompt.source.inputs(own), prompt.input_ids.device)
+        if proc is not None and prompt.source is not None:
+            return on_device(prompt.source.inputs(proc), prompt.input_ids.device)
         if ENCODED in prompt.inputs:
             raise ValueError(
                 "method 'vlm-draft' needs the pictures, got the target's own reading of them: "
@@ -181,7 +181,7 @@ def make_vlm_draft(
             )
         return prompt.inputs
 
-    translation = translated(getattr(own, "tokenizer", None), tokenizer, target, small.vocabulary)
+    translation = translated(getattr(proc, "tokenizer", None), tokenizer, target, small.vocabulary)
     return _assembled(method, target, small.model, read, translation)
 
 
@@ -194,5 +194,5 @@ def _assembled(
 ) -> Assembly:
     """Deferred, as every drafter that must read the prompt: many answers are one word."""
     shape, drawn, rule = drawn_trees(method.rule, method.tree, target)
-    made = ModelDrafter(model, target, shape, inputs, translation, *drawn)
-    return Assembly(DeferredDrafter(made), rule)
+    drafter = ModelDrafter(model, target, shape, inputs, translation, *drawn)
+    return Assembly(DeferredDrafter(drafter), rule)

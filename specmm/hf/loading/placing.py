@@ -54,9 +54,9 @@ def uncast(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     weights = next((weight.dtype for weight in model.parameters()), dtype)
     found = {}
     for name, buffer in model.named_buffers():
-        own = buffer.dtype != weights or name.endswith(FREQUENCIES)
+        keeps_dtype = buffer.dtype != weights or name.endswith(FREQUENCIES)
         wider = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
-        if buffer.is_complex() or (name not in stored and own and wider):
+        if buffer.is_complex() or (name not in stored and keeps_dtype and wider):
             found[name] = buffer
     return found
 

@@ -141,15 +141,15 @@ def as_transformers(
     left = iter(memories)
     has = [size is not None for size in sizes] or [True] * len(memories)
     states = [kind.number_of_states if has_states(kind) else 0 for kind in kinds]
-    made: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
-    for number, (own, count) in enumerate(zip_longest(has, states, fillvalue=0)):
-        if own and count:
-            made.append(_SlotStateLayer(next(left), count, number))
+    layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
+    for number, (has_keys, count) in enumerate(zip_longest(has, states, fillvalue=0)):
+        if has_keys and count:
+            layers.append(_SlotStateLayer(next(left), count, number))
         elif count:
-            made.append(StateLayer(count, number))
-        elif own:
-            made.append(_SlotLayer(next(left)))
+            layers.append(StateLayer(count, number))
+        elif has_keys:
+            layers.append(_SlotLayer(next(left)))
         else:
             dummy = isinstance(kinds[number], DummyLayer)
-            made.append(DummyLayer() if dummy else _FixedLayer())  # type: ignore[no-untyped-call]
-    return TransformersCache(layers=made)
+            layers.append(DummyLayer() if dummy else _FixedLayer())  # type: ignore[no-untyped-call]
+    return TransformersCache(layers=layers)

@@ -462,9 +462,9 @@ def _after(positions: Tensor, lengths: Tensor) -> Tensor:
 
 def head_of(model: PreTrainedModel) -> Any:
     """The module that turns states into logits: the ``model``'s, or its language model's, head."""
-    own = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     decoder: Any = model.get_decoder()
-    return decoder.get_output_embeddings() if own is None and decoder is not model else own
+    return decoder.get_output_embeddings() if head is None and decoder is not model else head
 
 
 def cache_name(module: nn.Module | type[nn.Module]) -> str:

@@ -161,15 +161,15 @@ def _continues(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: C
     committed = read(layers, slots)
     generator = torch.Generator(committed[0].device)
 
-    def run(own: nn.Module, *calls: Call) -> list[Tensor]:
+    def run(mixer: nn.Module, *calls: Call) -> list[Tensor]:
         generator.manual_seed(0)
         write(layers, slots, [_noise(x, generator) for x in committed])
-        outputs = [tokens_of(part.run(own), part.width) for part in calls]
+        outputs = [tokens_of(part.run(mixer), part.width) for part in calls]
         return [*torch.cat(outputs, dim=1).unbind(1), *read(layers, slots)]
 
     try:
-        own = copy.deepcopy(module).float()
-        pairs = zip(run(own, together), run(own, *tokens), strict=True)
+        in_float32 = copy.deepcopy(module).float()
+        pairs = zip(run(in_float32, together), run(in_float32, *tokens), strict=True)
         return all(_close(a, b) for a, b in pairs)
     except (RuntimeError, ValueError, IndexError):
         return False  # the mixer takes one token only

@@ -116,9 +116,9 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     tokens = plain_tokens(model.config, PROMPTS[0] + nodes)
     drafts = tokens[PROMPTS[0] :].expand(len(PROMPTS), -1)
     otherwise = _prepares_otherwise(model)
-    own = _own_steps if chains or otherwise else _own
+    compute_plain = _own_steps if chains or otherwise else _own
     try:
-        wanted = own(model, tokens, _paths(trees))
+        wanted = compute_plain(model, tokens, _paths(trees))
     except Exception as error:
         return f"its own forward cannot read text alone ({_told(error)})"
     rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
@@ -157,8 +157,8 @@ def _prepares_otherwise(model: PreTrainedModel) -> bool:
     a call.
     """
     override = vars(model).get("prepare_inputs_for_generation")
-    own = getattr(type(model), "prepare_inputs_for_generation", None)
-    return override is not None and getattr(override, "__func__", override) is not own
+    class_method = getattr(type(model), "prepare_inputs_for_generation", None)
+    return override is not None and getattr(override, "__func__", override) is not class_method
 
 
 def _noise(model: PreTrainedModel) -> float:
@@ -169,7 +169,7 @@ def _noise(model: PreTrainedModel) -> float:
     def find() -> float:
         tokens = plain_tokens(model.config, PROMPTS[0] + len(TREE[0][0]))
         try:
-            found = (own(model, tokens, _paths(TREE)) for own in (_own, _own_steps))
+            found = (steps(model, tokens, _paths(TREE)) for steps in (_own, _own_steps))
             return _distance(*found)
         except Exception as error:  # the model reads no text alone
             _told(error)
@@ -200,17 +200,17 @@ def _agreeing(family: Family, compute: Callable[[Way], Tensor], wanted: Tensor) 
             return way
         faults.append((off, f"{DIFFERS} by {off:.1%} of their range", way))
     off, fault, way = min(faults, key=lambda fault: fault[0])
-    own = min(_noise(family.model), NOISIEST) if off < float("inf") else 0.0
-    if off <= NOISES * own:
+    noise = min(_noise(family.model), NOISIEST) if off < float("inf") else 0.0
+    if off <= NOISES * noise:
         LOGGER.warning(
             "%s: two forwards of its own differ by %.1f%% of the range of its scores, as of "
             "quantised activations; its drafted answers are its own up to that",
             family.model.config.model_type,
-            100 * own,
+            100 * noise,
         )
-        facts(family.model)[DIFFERING] = {"forwards that differ by": f"{own:.1%} of their range"}
+        facts(family.model)[DIFFERING] = {"forwards that differ by": f"{noise:.1%} of their range"}
         return way
-    return f"{fault}, its own forwards by {own:.1%}" if own > close else fault
+    return f"{fault}, its own forwards by {noise:.1%}" if noise > close else fault
 
 
 def own_noise(model: PreTrainedModel) -> dict[str, str]:
@@ -332,11 +332,11 @@ def _generate(
     generator.generation_config = GenerationConfig()
     try:
         with torch.inference_mode():
-            made = generator.generate(**inputs, generation_config=plain, **options)
+            generated = generator.generate(**inputs, generation_config=plain, **options)
     finally:
         generator.generation_config = settings
-    logits = torch.stack(made.logits, dim=1)
-    return made.sequences[:, -count:], logits.float().log_softmax(-1)
+    logits = torch.stack(generated.logits, dim=1)
+    return generated.sequences[:, -count:], logits.float().log_softmax(-1)
 
 
 @torch.inference_mode()

@@ -262,9 +262,9 @@ class RowsTarget(VLMTarget):
         ids = [tokens, *(piece.ids for piece in pieces)]
         targets = [self, *(piece.reading.alone for piece in pieces)]
         shapes = [shape, *(TreeShape.chain(x.shape[1] - 1, self.device) for x in ids[1:])]
-        for target, own, kind in zip(targets, ids, shapes, strict=True):
+        for target, row_ids, kind in zip(targets, ids, shapes, strict=True):
             attended, positions = target.aim(kind)
-            nodes = target.drafted or Nodes(len(own), kind.size)
+            nodes = target.drafted or Nodes(len(row_ids), kind.size)
             if isinstance(attended, RaggedMask) and nodes.sizes is not None:
                 attended = attended.cut(nodes.sizes.tolist())
             parts.append(Part(nodes, attended))
@@ -273,7 +273,7 @@ class RowsTarget(VLMTarget):
         rest: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
         rest[self.family.cache_name] = packed([target.cache for target in targets], mask)
         if "position_ids" in self.family.takes:
-            where = [one.where(own) for one, own in zip(targets, places, strict=True)]
+            where = [one.where(row_ids) for one, row_ids in zip(targets, places, strict=True)]
             rest["position_ids"] = mask.joined(where, where[0].ndim - 2).unsqueeze(-2)
         inputs = self.embed(mask.joined(ids)[None])
         with self._runs():
@@ -331,8 +331,8 @@ def why_no_rows(family: Family, way: Way) -> str:
         return "it has layers with states alone"
     if family.reads_pictures_apart:
         return "its layers attend to all pictures of a batch side by side"
-    own = way.left and (way.whole or not family.chains_only)
-    return "its own generate prepares each step" if own else ""
+    pads_left = way.left and (way.whole or not family.chains_only)
+    return "its own generate prepares each step" if pads_left else ""
 
 
 class Reading:
@@ -370,8 +370,8 @@ class Reading:
         """
         count = arrays[0].shape[1]
         self._open()
-        for own, known in zip(self.alone.cache.arrays, arrays, strict=True):
-            own[:, 0, :count] = known
+        for array, known in zip(self.alone.cache.arrays, arrays, strict=True):
+            array[:, 0, :count] = known
         self.alone.cache.lengths[:] = count
         self.alone.context = context
         self.read, self.left = count, self.left - count

@@ -273,8 +273,8 @@ class States:
         for slot in mixer.slots:
             layer = self.layers[slot.layer]
             size = layer.state(slot).shape[-1]
-            made = layer.made[slot]
-            layer.put(slot, made[..., -size:].contiguous() if slot.kind == "conv" else made)
+            computed = layer.made[slot]
+            layer.put(slot, computed[..., -size:].contiguous() if slot.kind == "conv" else computed)
 
     def settle(self) -> None:
         """Advance the committed states to the last accepted token, rows of one count at a time."""

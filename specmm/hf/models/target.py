@@ -192,11 +192,11 @@ class VLMTarget:
         self.aux = None
         if not layers:
             return
-        own = self.family.layers
-        if min(layers) < 0 or max(layers) >= len(own):
+        blocks = self.family.layers
+        if min(layers) < 0 or max(layers) >= len(blocks):
             raise ValueError(
-                f"drafter must read layers 0 to {len(own) - 1} of {self.name}, got {list(layers)}; "
-                "use one trained for it"
+                f"drafter must read layers 0 to {len(blocks) - 1} of {self.name}, got "
+                f"{list(layers)}; use one trained for it"
             )
         target = weakref.ref(self)  # the hooks must not keep it alive
 
@@ -204,8 +204,8 @@ class VLMTarget:
             reader = target()
             return reader is not None and (reader.running or reader.starting_row)
 
-        whole = {len(own) - 1: self.family.decoder} if normed else {}
-        self.aux = AuxStates([whole.get(i, own[i]) for i in layers], listens)
+        whole = {len(blocks) - 1: self.family.decoder} if normed else {}
+        self.aux = AuxStates([whole.get(i, blocks[i]) for i in layers], listens)
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:

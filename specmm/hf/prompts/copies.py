@@ -52,9 +52,9 @@ def _prepare(things: Any, memo: dict[int, Any]) -> None:
     cells = {id(x): (x, CellType()) for x in reached if isinstance(x, CellType)}
     functions = [x for x in reached if isinstance(x, FunctionType) and not _of_a_library(x)]
     for function in functions:
-        own = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
+        cells_copied = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
         given = (function.__code__, function.__globals__, function.__name__)
-        memo[id(function)] = FunctionType(*given, closure=own)
+        memo[id(function)] = FunctionType(*given, closure=cells_copied)
     for cell, copied_cell in cells.values():
         for content in gc.get_referents(cell):  # none of an empty one
             copied_cell.cell_contents = copy.deepcopy(content, memo)
@@ -94,8 +94,8 @@ def _held(thing: Any, shared: bool) -> list[Any]:
     if isinstance(thing, (*KEPT, CACHE, Tensor)) or _of_a_library(thing):
         return []
     if isinstance(thing, type):
-        own = {name: x for name, x in vars(thing).items() if name not in NOTED}
-        return [*own.values(), *thing.__bases__] if shared else []
+        attributes = {name: x for name, x in vars(thing).items() if name not in NOTED}
+        return [*attributes.values(), *thing.__bases__] if shared else []
     if not isinstance(thing, FunctionType):
         getattr(thing, "__dict__", None)  # made now, and not by the first who asks
         return gc.get_referents(thing)
@@ -113,5 +113,5 @@ def _of_a_library(thing: Any) -> bool:
 def _names(code: CodeType) -> set[str]:
     """The globals that ``code`` and functions defined in it read or set."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
-    own = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
-    return own.union(*map(_names, inner))
+    global_names = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
+    return global_names.union(*map(_names, inner))

@@ -176,9 +176,9 @@ class Options:
             if name not in OTHERS:
                 raise unknown("option", name, [*known, *OTHERS], OPTION)
             more[name] = given[name]
-        own = {name: value for name, value in given.items() if name in known}
+        known_options = {name: value for name, value in given.items() if name in known}
         more = {name: value for name, value in more.items() if value}  # 0 and the like are off
-        options = cls(**{**defaults, **own}, more=more)
+        options = cls(**{**defaults, **known_options}, more=more)
         if options.grammar is not None or more:
             options = options._constrained()
         if options.messages is not None:
@@ -240,12 +240,12 @@ def own_settings(model: Any) -> dict[str, Any]:
     """The options in ``model``'s ``generation_config`` that apply to all answers, sampled or not:
     repetition penalty, stop texts, and ``more``.
     """
-    own = model.generation_config
-    penalty = getattr(own, "repetition_penalty", None)
-    more = {name: getattr(own, name, None) for name in ALWAYS}
+    config = model.generation_config
+    penalty = getattr(config, "repetition_penalty", None)
+    more = {name: getattr(config, name, None) for name in ALWAYS}
     return dict(
         repetition_penalty=1.0 if penalty is None else float(penalty),
-        stop=tuple(texts_of("stop", getattr(own, "stop_strings", None) or ())),
+        stop=tuple(texts_of("stop", getattr(config, "stop_strings", None) or ())),
         more={name: value for name, value in more.items() if value},
     )
 
@@ -307,7 +307,7 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        named_only = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         listed = [
             inspect.Parameter(
                 field.name,
@@ -322,7 +322,7 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any)
             for name in OTHERS
         ]
-        function.__signature__ = signature.replace(parameters=[*own, *listed, *more])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*named_only, *listed, *more])  # type: ignore[attr-defined]
         return function
 
     return decorate

@@ -123,9 +123,9 @@ class PathProcessor:
                 places = [next((x for x in batch if x[0] == row), batch[0]) for row in rows]
                 said = [[*answers[row], *nodes[row][node][1]] for row, node in places]
                 ids = torch.stack([self._sequence(*x) for x in zip(places, said, strict=True)])
-                own = torch.stack([logits[place] for place in places])
+                picked = torch.stack([logits[place] for place in places])
                 row = batch[0][0]
-                processed = self._asked(ids, own, tuple(said[row]), told[row])
+                processed = self._asked(ids, picked, tuple(said[row]), told[row])
                 for row, node in batch:
                     for place in alike[row, *nodes[row][node][1]]:
                         scores[place] = processed[row]
@@ -178,8 +178,8 @@ class PathProcessor:
             return True
         if parent not in reached:
             return False
-        own = scores[parent]
-        return bool(own.argmax() == path[-1] if self.greedy else own[path[-1]] > -torch.inf)
+        row = scores[parent]
+        return bool(row.argmax() == path[-1] if self.greedy else row[path[-1]] > -torch.inf)
 
 
 def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> Any:
@@ -223,8 +223,8 @@ def matchers_of(processor: Any) -> Matchers | None:
     """The matchers of ``processor``'s grammar, which know the allowed tokens; None without one."""
     if isinstance(processor, Constrained):
         return processor.matchers
-    own = processor.processors if isinstance(processor, PathProcessor) else ()
-    return next((p.matchers for p in own if isinstance(p, GrammarProcessor)), None)
+    processors = processor.processors if isinstance(processor, PathProcessor) else ()
+    return next((p.matchers for p in processors if isinstance(p, GrammarProcessor)), None)
 
 
 def _by_ids(processor: Any) -> Any:
@@ -300,7 +300,7 @@ class Criteria:
                 ids = torch.cat([self.input_ids[row], tokens[row]])
                 self.ends[row] = self._end(row, ids, *pair)
         if state_of(self._first) != self._state:
-            names = ", ".join(type(own).__name__ for own in self._first)
+            names = ", ".join(type(criterion).__name__ for criterion in self._first)
             raise ValueError(
                 "stopping criteria must keep what they remember in their attributes, of which each "
                 f"row has a copy, got it elsewhere in {names}; move it there, or ask one prompt at "

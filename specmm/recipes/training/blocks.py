@@ -60,12 +60,12 @@ class Anchors:
         owner = torch.arange(count, device=device).repeat_interleave(self.size)  # [N]
         last = self.places[:, owner] + seen
         text = torch.arange(length, device=device) <= last[..., None]  # [B, N, L]
-        own = (owner == owner[:, None]).expand(rows, -1, -1)
+        same_block = (owner == owner[:, None]).expand(rows, -1, -1)
         if present is not None:
             # An absent position sees itself, for a softmax needs something.
             eye = torch.eye(len(owner), dtype=torch.bool, device=device)
-            own = own & (present.flatten(1)[:, None] | eye)
-        allowed = torch.cat([text, own], dim=-1)
+            same_block = same_block & (present.flatten(1)[:, None] | eye)
+        allowed = torch.cat([text, same_block], dim=-1)
         bias = torch.zeros(allowed.shape, device=device)
         return bias.masked_fill_(~allowed, float("-inf"))[:, None]
 

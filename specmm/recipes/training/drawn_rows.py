@@ -62,12 +62,12 @@ def drawn_rows(
 
     def drawn(i: int, part: Tensor) -> Tensor:
         processor = Processor(temperatures[i % len(temperatures)])
-        own = VLMTarget(target.model, processor, target.name)
+        sampler = VLMTarget(target.model, processor, target.name)
         first = seed * 1_000_003 + ROWS_AT_ONCE * i
-        uniforms = Uniforms.from_seeds(range(first, first + len(part)), own.device)
+        uniforms = Uniforms.from_seeds(range(first, first + len(part)), sampler.device)
         wanted = length - part.shape[1]
-        prompt = VLMPrompt({"input_ids": part.to(own.device)}, wanted)
-        *_, end = decode_plain(own, prompt, wanted, uniforms)
+        prompt = VLMPrompt({"input_ids": part.to(sampler.device)}, wanted)
+        *_, end = decode_plain(sampler, prompt, wanted, uniforms)
         return torch.cat([part, end.tokens[:, :wanted].cpu()], dim=1).int()
 
     parts = enumerate(tqdm(prompts.split(ROWS_AT_ONCE), desc="draw"))
@@ -129,8 +129,8 @@ def _questions(pipe: TextPipeline, seeds: list[int]) -> tuple[list[str], list[in
         seed=seeds,
         stop=stop,
     ).texts
-    made = zip(openings, texts, seeds, strict=True)
-    pairs = [((opening + text).strip(), i) for opening, text, i in made if text.strip()]
+    questions = zip(openings, texts, seeds, strict=True)
+    pairs = [((opening + text).strip(), i) for opening, text, i in questions if text.strip()]
     if not pairs:
         raise ValueError(
             f"{pipe.name} must ask questions of its own, got none in {len(seeds)}; "

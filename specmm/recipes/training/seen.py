@@ -159,12 +159,12 @@ class SeenRows:
         lengths = lengths or [1] * len(rows)
         order.sort(key=lengths.__getitem__)
         self.order = torch.tensor(order)
-        own, processes = rank()
-        self.kept = KeptStates(out / f"states-{own}", keep * GIB / processes)
+        rank_here, processes = rank()
+        self.kept = KeptStates(out / f"states-{rank_here}", keep * GIB / processes)
         own_layers = [target.family.layers[i] for i in layers]
         self.aux = AuxStates(own_layers, lambda: target.running)
         target.wants_context = True
-        if not own:
+        if not rank_here:
             first = share(self._places(0))
             longest = max(lengths[int(i)] for i in first)
             mean = sum(lengths) / len(lengths) / longest  # relative to a row of the first batch
