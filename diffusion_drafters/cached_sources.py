@@ -112,8 +112,8 @@ class CausalSource:
         if not alike or (count, masks) not in self.attention:
             order = torch.arange(count + masks, device=kept.device)
             fresh = (order < kept[:, None]) | (order >= count)  # [B, N]
-            seen = torch.where(order[:, None] >= count, fresh[:, None], order <= order[:, None])
+            visible = torch.where(order[:, None] >= count, fresh[:, None], order <= order[:, None])
             if not alike:
-                return seen
-            self.attention[count, masks] = seen[:1]
+                return visible
+            self.attention[count, masks] = visible[:1]
         return self.attention[count, masks]

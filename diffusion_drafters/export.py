@@ -94,8 +94,8 @@ def _layer(config: DFlashConfig) -> dict[str, Any]:
 
 def _state(model: DFlash, target: PreTrainedModel) -> State:
     """The weights by speculators' names, the drafter's tokens in the order of the target's ids."""
-    kept = model.state_dict()
-    state = {name: x for name, x in kept.items() if not name.startswith(("markov.", "d2t"))}
+    weights = model.state_dict()
+    state = {name: x for name, x in weights.items() if not name.startswith(("markov.", "d2t"))}
     ids = model.ids
     order = torch.arange(model.config.sizes.vocab_size) if ids is None else ids.argsort()
     if ids is not None:

@@ -52,10 +52,10 @@ class Lattice:
         """The lattice without ``token``, up to the first position that has no other candidate."""
         if not any(token in row for row in self.tokens):
             return self
-        kept = [[i for i, t in enumerate(row) if t != token] for row in self.tokens]
-        stop = next((i for i, row in enumerate(kept) if not row), len(kept))
-        tokens = [[self.tokens[i][j] for j in kept[i]] for i in range(stop)]
-        scores = [[self.scores[i][j] for j in kept[i]] for i in range(stop)]
+        columns = [[i for i, t in enumerate(row) if t != token] for row in self.tokens]
+        stop = next((i for i, row in enumerate(columns) if not row), len(columns))
+        tokens = [[self.tokens[i][j] for j in columns[i]] for i in range(stop)]
+        scores = [[self.scores[i][j] for j in columns[i]] for i in range(stop)]
         return Lattice(tokens, scores, self.likeliest[:stop])
 
     def before(self, end: int | None) -> int:

@@ -214,13 +214,13 @@ class DFlashSource:
     def start_row(self, row: int) -> None:
         """See :class:`BlockSource`; the prompt's last token is read in the next round."""
         context = read_of(self.target.started)
-        alone = copy.copy(self.model)
-        del alone.cache  # which is the batch's
-        alone.begin(1, context.shape[1], 1)
-        alone.read_prompt(context, self.target.started.prompt.lengths)
-        alone.cache.lengths -= 1
+        row_model = copy.copy(self.model)
+        del row_model.cache  # which is the batch's
+        row_model.begin(1, context.shape[1], 1)
+        row_model.read_prompt(context, self.target.started.prompt.lengths)
+        row_model.cache.lengths -= 1
         self.model.cache.widen(self.target.cache.size.capacity)
-        self.model.cache.take(row, alone.cache)
+        self.model.cache.take(row, row_model.cache)
 
     def join(self) -> None:
         """Add a row at the end, which is then started."""

@@ -165,16 +165,16 @@ def stack_sizes(
     }
 
 
-def check_shared(said: str, shared: Mapping[str, Sequence[str]], ours: Any, theirs: Any) -> None:
+def check_shared(message: str, shared: Mapping[str, Sequence[str]], ours: Any, theirs: Any) -> None:
     """Raise ``ValueError`` unless the configurations ``ours`` and ``theirs`` agree on ``shared``
     facts, which are given by name, with the attribute in both, or the attributes in each.
 
-    ``said`` is the error's text, with a fact's ``{name}`` and its values ``{ours}``, ``{theirs}``.
+    ``message`` is the error's text, with a fact's ``{name}`` and values ``{ours}``, ``{theirs}``.
     """
     for name, attributes in shared.items():
         both = getattr(ours, attributes[0]), getattr(theirs, attributes[-1])
         if both[0] != both[1]:
-            raise ValueError(said.format(name=name, ours=both[0], theirs=both[1]))
+            raise ValueError(message.format(name=name, ours=both[0], theirs=both[1]))
 
 
 def _names(kind: type[DataclassInstance]) -> list[str]:

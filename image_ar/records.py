@@ -69,15 +69,15 @@ class Recorder:
     ) -> list[Record]:
         """The records of a ``part`` drawn together, ``rows`` at a time, ``padded`` or not."""
         pairs = zip(self.wanted[part], generators, strict=True)
-        asked = [{**one, "seed": generator.initial_seed()} for one, generator in pairs]
+        requests = [{**one, "seed": generator.initial_seed()} for one, generator in pairs]
         pipe = self.pipe
         invariant = self.maker["batch_invariant"] and not padded
         invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
         records = []
-        for place, (one, quick) in enumerate(zip(asked, compiled, strict=True)):
-            among = {} if len(asked) == 1 else {"rows": rows, "place": place, "batch": asked}
+        for place, (one, quick) in enumerate(zip(requests, compiled, strict=True)):
+            among = {} if len(requests) == 1 else {"rows": rows, "place": place, "batch": requests}
             if invariant:  # a program rounds by its number of rows alone
                 among = {"rows": rows} if quick else {}
             facts = {"method": label(method), "compiled": quick, **self.maker}
@@ -96,9 +96,9 @@ def _wanted(pipe: Any, given: Mapping[str, Any]) -> list[Record]:
             for text, negative in zip(texts, negatives, strict=True)
         ]
     else:
-        asked = given["class_labels"] if given["classes"] is None else given["classes"]
+        labels = given["class_labels"] if given["classes"] is None else given["classes"]
         names = pipe.settings.classes
-        ids = class_ids(listed(asked), names, pipe.transformer.config.num_classes)
+        ids = class_ids(listed(labels), names, pipe.transformer.config.num_classes)
         fields = [{"class": names[i] if i < len(names) else str(i)} for i in ids]
     return [dict(one) for one in fields for _ in range(given["num_images_per_prompt"])]
 

@@ -61,13 +61,13 @@ def _check_questions(predictions: Predictions, answers: Answers) -> None:
     unknown = [q for q in predictions if q not in answers]
     missing = [q for q in answers if q not in predictions]
     empty = [q for q, given in answers.items() if not any(a.strip() for a in given)]
-    for bad, rule, whole in (
+    for bad, rule, group in (
         (unknown, "prediction must have a question, got {} of {} without", predictions),
         (missing, "question must have a prediction, got none for {} of {}", answers),
         (empty, "question must have an answer, got empty ones for {} of {}", answers),
     ):
         if bad:
-            what = f"{rule.format(len(bad), len(whole))} (first: {bad[0]!r})"
+            what = f"{rule.format(len(bad), len(group))} (first: {bad[0]!r})"
             raise ValueError(
                 f"every {what}; use two files of one split, an empty prediction is wrong"
             )

@@ -106,20 +106,20 @@ def labelled_distances(pool: Tensor, labels: Tensor) -> Tensor:
     """
     quadratic = labels.new_zeros(len(labels))
     linear = labels.new_zeros(len(labels))
-    whole = labels.new_zeros(())
+    total = labels.new_zeros(())
     for start in range(0, len(pool), BLOCK):
         rows = slice(start, start + BLOCK)
         block = kernel(pool[rows], pool)
         quadratic += ((labels[:, rows] @ block) * labels).sum(1)
         sums = block.sum(1)
         linear += labels[:, rows] @ sums
-        whole += sums.sum()
+        total += sums.sum()
     itself = diagonal(pool)
     within = labels @ itself
     n = labels.sum(1)
     m = len(pool) - n
     first = (quadratic - within) / (n * (n - 1))
-    second = (whole - 2 * linear + quadratic - (itself.sum() - within)) / (m * (m - 1))
+    second = (total - 2 * linear + quadratic - (itself.sum() - within)) / (m * (m - 1))
     return first + second - 2 * (linear - quadratic) / (n * m)
 
 

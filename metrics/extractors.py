@@ -97,11 +97,11 @@ class Extractor:
     ) -> Iterator[FeatureSet]:
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
-        whole = {**protocol, **getattr(pictures, "protocol", {})}
+        protocols = {**protocol, **getattr(pictures, "protocol", {})}
         total = operator.length_hint(pictures) or None
         with tqdm(total=total, desc=title, disable=title is None, unit="picture") as bar:
             for rows in batches(checked(pictures), batch):
-                yield FeatureSet(self._run(rows, network), dict(whole))
+                yield FeatureSet(self._run(rows, network), dict(protocols))
                 bar.update(len(rows))
 
     @torch.inference_mode()

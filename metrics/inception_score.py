@@ -66,10 +66,10 @@ class ScoreStatistics:
     def measurement(self) -> Measurement:
         """The mean over splits; ``parts``: their population ``std``, and the ``whole`` set's."""
         scores = self.scores()
-        whole = _scores(
+        overall = _scores(
             *(s.sum(0, keepdim=True) for s in (self.counts, self.total, self.certainty))
         )
-        parts = {"std": float(scores.std(correction=0)), "whole": float(whole)}
+        parts = {"std": float(scores.std(correction=0)), "whole": float(overall)}
         protocol = {**self.protocol, "splits": len(scores), "counts": [int(self.counts.sum())]}
         return Measurement("inception_score", float(scores.mean()), protocol, parts)
 

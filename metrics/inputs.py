@@ -384,8 +384,8 @@ def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
     names = [n.removesuffix(".npy") for n in archive.namelist()]
     chosen = next((n for n in NAMES if n in names), names[0] if len(names) == 1 else None)
     if chosen is None:
-        held = ", ".join(names)
-        raise ValueError(f"{path} must hold {' or '.join(NAMES)}, or one array, got {held}")
+        listed = ", ".join(names)
+        raise ValueError(f"{path} must hold {' or '.join(NAMES)}, or one array, got {listed}")
     if f"{chosen}.npy" not in archive.namelist():
         raise ValueError(f"{path} must hold an array (.npy), got {chosen}; save it by numpy.savez")
     return stack.enter_context(archive.open(f"{chosen}.npy"))

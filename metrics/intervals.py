@@ -68,17 +68,17 @@ def frechet_interval(made: FeatureSet, reference: Gaussian, generator: torch.Gen
     """
     if len(made) < 2 * GROUPS:
         raise ValueError(f"an interval needs at least {2 * GROUPS} samples, got {len(made)}")
-    whole = FeatureStatistics.of(made)
+    statistics = FeatureStatistics.of(made)
     values = []
     for rows in torch.randperm(len(made), generator=generator).chunk(GROUPS):
         group = FeatureStatistics.of(made.values[rows.to(made.values.device)])
-        count = whole.count - group.count
-        total = whole.total - group.total
-        rest = FeatureStatistics(count, total, whole.outer - group.outer, whole.protocol)
+        count = statistics.count - group.count
+        total = statistics.total - group.total
+        rest = FeatureStatistics(count, total, statistics.outer - group.outer, statistics.protocol)
         values.append(frechet_distance(rest, reference).value)
     spread = float(torch.tensor(values, dtype=torch.float64).std(correction=1))
     reach = student_quantile(len(values) - 1) * spread * (len(values) - 1) / len(values) ** 0.5
-    centre = frechet_distance(whole, reference).value
+    centre = frechet_distance(statistics, reference).value
     method = f"jackknife of {len(values)} groups, reference fixed"
     return Interval(centre - reach, centre + reach, LEVEL, method)
 

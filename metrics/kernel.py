@@ -86,8 +86,8 @@ def kernel_distance(
     of_subsets, rest = values.split([subsets, len(values) - subsets])
     interval = bootstrap.of_replicates(rest[1:], "both sets") if bootstrap else None
     std = float(of_subsets.std(correction=0))
-    whole = float(rest[0]) if full else None
-    return KernelResult(float(of_subsets.mean()), std, whole, protocol, interval)
+    unsampled = float(rest[0]) if full else None
+    return KernelResult(float(of_subsets.mean()), std, unsampled, protocol, interval)
 
 
 def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:

@@ -65,8 +65,8 @@ def read_reference(path: Path, *, spatial: bool = False) -> Reference:
     arrays = _arrays(path)
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
     if not set(names) <= set(arrays):
-        held = ", ".join(sorted(arrays))
-        raise ValueError(f"{path} must hold {' and '.join(names)}, got {held}{_hint(arrays)}")
+        present = ", ".join(sorted(arrays))
+        raise ValueError(f"{path} must hold {' and '.join(names)}, got {present}{_hint(arrays)}")
     mean, covariance = (torch.as_tensor(np.asarray(arrays[n]), dtype=torch.float64) for n in names)
     if "protocol" in arrays:
         protocol = json.loads(str(arrays["protocol"]))

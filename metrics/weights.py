@@ -34,8 +34,8 @@ class KnownWeights:
         if not self.companions:
             file = place / self.file if place.is_dir() else place
             return file if file.is_file() else None
-        held = any((place / f).is_file() for f in (self.file, "pytorch_model.bin"))
-        return place if held and all((place / f).is_file() for f in self.companions) else None
+        weights = any((place / f).is_file() for f in (self.file, "pytorch_model.bin"))
+        return place if weights and all((place / f).is_file() for f in self.companions) else None
 
     def how(self, folder: Path) -> str:
         """Instructions to get them: a package to install, or files to put into ``folder``."""

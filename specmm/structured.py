@@ -82,9 +82,9 @@ class Grammar:
             }
             return how[self.kind](self.source)
         except Exception as error:  # several classes, none of them documented
-            said = " ".join(str(error).split()) or type(error).__name__
-            said = re.sub(r"^\[[\d:]+\] \S+: ", "", said)  # when, and where in its source
-            raise ValueError(f"{self.kind} cannot be used, got: {said}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = re.sub(r"^\[[\d:]+\] \S+: ", "", reason)  # when, and where in its source
+            raise ValueError(f"{self.kind} cannot be used, got: {reason}") from error
 
     def __str__(self) -> str:
         names = {"regex": "regular expression", "grammar": "EBNF"}
@@ -310,15 +310,15 @@ class SpelledDrafts:
         were drawn from ``probs`` [N, V].
         """
         answer = self.answer(row)
-        said = drafts[:1]
+        tokens = drafts[:1]
         drawn: dict[int, Tensor] = {}
         for node in range(1, self.max_depth + 1):
-            mask = self.spelling.matchers.mask(row, answer + said)
+            mask = self.spelling.matchers.mask(row, answer + tokens)
             if mask is None:
                 break
             token = drafts[node] if node < len(drafts) else None
             may = token is not None and token in mask
-            must = None if may and probs is None else self.spelling.forced(row, answer + said)
+            must = None if may and probs is None else self.spelling.forced(row, answer + tokens)
             if token is not None and probs is not None:
                 allowed = probs[node].masked_fill(mask.others(probs[node]), 0)
                 if must is not None:
@@ -328,8 +328,8 @@ class SpelledDrafts:
             if spelled is None:
                 drawn.pop(node, None)
                 break
-            said.append(spelled)
-        return said, drawn
+            tokens.append(spelled)
+        return tokens, drawn
 
 
 @dataclass

@@ -59,13 +59,13 @@ class Questions:
             raise ValueError("question must not be empty")
         single = isinstance(questions, str)
         images = _apart(images)
-        shown = [images] if single else _per_question("images", "picture", images, len(texts))
+        pictures = [images] if single else _per_question("images", "picture", images, len(texts))
         clips = [videos] if single else _per_question("videos", "video", videos, len(texts))
         return cls(
             texts,
             [
                 _each(item, lambda value: not isinstance(value, list | tuple), open_image)
-                for item in shown
+                for item in pictures
             ],
             [_each(item, is_video, partial(open_video, fps=fps)) for item in clips],
             chat,
@@ -105,9 +105,9 @@ class Questions:
             wording.conversation(processor, text)
             if isinstance(text, Chat)
             else wording.prompt(
-                processor, text, {"image": len(shown), "video": len(clips)}, self.chat
+                processor, text, {"image": len(pictures), "video": len(clips)}, self.chat
             )
-            for text, shown, clips in rows
+            for text, pictures, clips in rows
         ]
         return wording.read(processor, prompts, self.pictures, self.videos)
 

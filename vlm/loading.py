@@ -206,8 +206,8 @@ def save_composed(
     """Write the projector of ``model`` (bf16), and a config that names the models it belongs to."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = model.model.multi_modal_projector.state_dict()
-    kept = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items()}
-    save_file(kept, folder / PROJECTOR)
+    tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items()}
+    save_file(tensors, folder / PROJECTOR)
     vision: Any = model.config.vision_config
     facts = {
         "model_type": "llava",

@@ -104,9 +104,9 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 def fetched(address: str) -> bytes:
     """The bytes at ``address``; raises ``ValueError`` if it cannot be read."""
-    asked = urllib.request.Request(address, headers={"User-Agent": "specmm"})
+    request = urllib.request.Request(address, headers={"User-Agent": "specmm"})
     try:
-        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             content: bytes = answer.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ValueError(

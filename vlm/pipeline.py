@@ -168,7 +168,7 @@ class VQAPipeline(Pipeline):
             )
         rounds = self._rounds(False, given, questions, images, videos)
         for round_ in turns_of(self.model).each(rounds):
-            yield [said.text for said in round_]
+            yield [piece.text for piece in round_]
 
     @lists_options()
     def rounds(
@@ -258,8 +258,8 @@ class VQAPipeline(Pipeline):
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         reason = "the answer is the verdict model's after it has read those of the others"
         claim = Certificate("heuristic", reason)
-        told: dict[str, Any] = dict(tokens=[ids], stats=stats, certificate=claim)
-        return VQAOutput(answers=[ruling.answer], method=method.name, ruling=ruling, **told)
+        output: dict[str, Any] = dict(tokens=[ids], stats=stats, certificate=claim)
+        return VQAOutput(answers=[ruling.answer], method=method.name, ruling=ruling, **output)
 
     def chosen(
         self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE

@@ -126,14 +126,14 @@ def read(
     ``ValueError`` for inputs that a processor does not accept.
     """
     rows = list(zip(prompts, pictures, videos, strict=True))
-    whole = bool(pictures[0]) and bool(pictures[-1])
+    has_pictures = bool(pictures[0]) and bool(pictures[-1])
     try:
         inputs = _called(processor, rows)
         lengths = {len(value) for value in inputs.values()}
-        if whole or not any(pictures) or lengths == {len(rows)} or not _by_row(processor):
+        if has_pictures or not any(pictures) or lengths == {len(rows)} or not _by_row(processor):
             return inputs
     except ValueError as error:
-        if whole:
+        if has_pictures:
             raise
         with suppress(ValueError):
             return _between(processor, rows)
@@ -144,7 +144,7 @@ def read(
 def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
     """The output of ``processor`` for ``rows``."""
     prompts = [text for text, _, _ in rows]
-    given = _shown(processor, [shown for _, shown, _ in rows], [clips for *_, clips in rows])
+    given = _shown(processor, [images for _, images, _ in rows], [clips for *_, clips in rows])
     bos = getattr(processor.tokenizer, "bos_token", None)
     if bos is not None and all(text.startswith(bos) for text in prompts):
         given["add_special_tokens"] = False
@@ -175,8 +175,8 @@ def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
     used = inputs["attention_mask"].any(0)  # a row that is left out may be the longest
     shape = inputs["input_ids"].shape
     inputs = {k: v[:, used] if v.shape[:2] == shape else v for k, v in inputs.items()}
-    shown = any(pictures for _, pictures, _ in rows)
-    return {k: v for k, v in inputs.items() if shown or k in PER_TOKEN}
+    has_pictures = any(pictures for _, pictures, _ in rows)
+    return {k: v for k, v in inputs.items() if has_pictures or k in PER_TOKEN}
 
 
 def _by_row(processor: Any) -> bool:
@@ -260,8 +260,8 @@ def content(processor: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
     """
     if template_of(processor) is None or _takes_parts(processor):
         return [dict(part) for part in parts]
-    said = (p["text"] if p["type"] == "text" else placeholder(processor, p["type"]) for p in parts)
-    return "".join(text or "" for text in said)
+    texts = (p["text"] if p["type"] == "text" else placeholder(processor, p["type"]) for p in parts)
+    return "".join(text or "" for text in texts)
 
 
 def _takes_parts(processor: Any) -> bool:
@@ -286,8 +286,8 @@ def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
 
 def _asked(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
     """A question ``text`` about ``counts`` images and videos, as messages."""
-    shown = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
-    return [{"role": "user", "content": [*shown, as_text(text)]}]
+    entries = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
+    return [{"role": "user", "content": [*entries, as_text(text)]}]
 
 
 def _templated(processor: Any, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:

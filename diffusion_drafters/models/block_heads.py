@@ -94,9 +94,9 @@ class MarkovHead(nn.Module):
             if memory is not None:
                 joint = joint + F.linear(memory, weight[:, :rank])
             gate, candidate, out = joint.chunk(3, dim=-1)
-            kept = gate.sigmoid()
-            fresh = (1 - kept) * candidate.tanh()
-            memory = fresh if memory is None else kept * memory + fresh
+            share = gate.sigmoid()
+            fresh = (1 - share) * candidate.tanh()
+            memory = fresh if memory is None else share * memory + fresh
             latent = out.tanh()
         return self.markov_w2(latent), memory
 
@@ -136,8 +136,8 @@ class DominoHead(nn.Module):
             memory = embeddings.new_zeros(*embeddings.shape[:-1], size)
         old_reset, old_update, old_new = F.linear(memory, gru.weight_hh_l0).chunk(3, dim=-1)
         candidate = (new + (reset + old_reset).sigmoid() * old_new).tanh()
-        kept = (update + old_update).sigmoid()
-        memory = (1 - kept) * candidate + kept * memory
+        share = (update + old_update).sigmoid()
+        memory = (1 - share) * candidate + share * memory
         weight = self.inner.weight[:, -size:]
         logits: Tensor = self.outer(F.silu(place[..., :-1] + F.linear(memory, weight)))
         return logits * place[..., -1:], memory

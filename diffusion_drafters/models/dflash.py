@@ -145,8 +145,8 @@ class DFlash(nn.Module):
             capacity=capacity,
             scratch=max(block, commit),
         )
-        kept = vars(self).get("cache")
-        self.cache = Cache.again(kept, size, self.fc.weight.dtype, device)
+        cache = vars(self).get("cache")
+        self.cache = Cache.again(cache, size, self.fc.weight.dtype, device)
         self.past = as_transformers(self.cache.layers)
         self.everyone = torch.ones(1, block, block, dtype=torch.bool, device=device)
 

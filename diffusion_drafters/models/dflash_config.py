@@ -219,9 +219,9 @@ def _speculators(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str
         raise ValueError(
             f"{source} must have layers of a type that transformers knows, got {model_type!r}"
         )
-    whole = CONFIG_MAPPING[model_type](**layer).to_dict()  # a release leaves defaults out
+    config = CONFIG_MAPPING[model_type](**layer).to_dict()  # a release leaves defaults out
     numbers = facts.get(STATES)
-    given = {**whole, **facts, "window": "anchor"}
+    given = {**config, **facts, "window": "anchor"}
     given["target_layer_ids"] = None if numbers is None else layers_named(facts)
     if numbers and min(numbers) < 1:
         raise ValueError(

@@ -94,12 +94,12 @@ class ChainProgram:
         goes_on = True
         while goes_on:
             numbers = [self._numbers(there, *s) for s in zip(streams, MOST, strict=True)]
-            held = torch.tensor([each for _, each in numbers]).T.contiguous()
-            fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], held)
-            none = torch.zeros(held.shape, dtype=held.dtype)  # not of its strides
+            stored = torch.tensor([each for _, each in numbers]).T.contiguous()
+            fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], stored)
+            none = torch.zeros(stored.shape, dtype=stored.dtype)  # not of its strides
             state = none, none.clone(), moved[0] < self.steps, *moved
             drawn, short, _, *moved = self.run(fixed, state)
-            goes_on = self._drawn(there, drawn.tolist(), short.tolist(), streams, held.tolist())
+            goes_on = self._drawn(there, drawn.tolist(), short.tolist(), streams, stored.tolist())
         for x, value in zip(rows, moved, strict=True):
             x.copy_(value)
 
@@ -109,12 +109,12 @@ class ChainProgram:
         """The next numbers of ``pictures`` [B, n · ``each``], and how many there are of each."""
         most = self.each * each
         numbers = torch.zeros(self.batch, most)
-        held = [0] * self.batch
+        stored = [0] * self.batch
         for b in pictures:
             ahead = stream.ahead(b, most)
             numbers[b, : len(ahead)] = ahead
-            held[b] = len(ahead)
-        return numbers, held
+            stored[b] = len(ahead)
+        return numbers, stored
 
     def _drawn(
         self,
@@ -122,7 +122,7 @@ class ChainProgram:
         used: list[list[int]],
         short: list[list[int]],
         streams: tuple[PictureStreams, PictureStreams],
-        held: list[list[int]],
+        stored: list[list[int]],
     ) -> bool:
         """Count the numbers used, and draw more where they ran out. Returns whether any picture can
         continue: not if a round needs more numbers than a program can hold.
@@ -132,7 +132,7 @@ class ChainProgram:
             for stream, count in zip(streams, used[b], strict=True):
                 stream.skip(b, count)
             ended, wanted = short[b][0] - 1, short[b][1]
-            if ended >= 0 and held[b][ended] < self.each * MOST[ended]:
+            if ended >= 0 and stored[b][ended] < self.each * MOST[ended]:
                 streams[ended].draw_ahead(b, wanted)
                 goes_on = True
             goes_on |= ended >= 0 and any(used[b])
@@ -232,7 +232,7 @@ class _GivenNumbers:
         wanted = taking.sum(1) * count
         self.used[i] = self.used[i] + wanted
         ended = (self.used[i] > self.held[i]) & (self.short[:, 0] == 0)
-        told = torch.stack([torch.full_like(wanted, i + 1), wanted], dim=1)
-        self.short = torch.where(ended[:, None], told, self.short)
+        wanted_rows = torch.stack([torch.full_like(wanted, i + 1), wanted], dim=1)
+        self.short = torch.where(ended[:, None], wanted_rows, self.short)
         numbers = stream.gather(1, at.flatten(1).clamp(max=stream.shape[1] - 1))
         return numbers.view(-1, count)

@@ -73,8 +73,8 @@ class WindowTables:
         shares = [rest / np.sqrt(level), rest / level, np.sqrt(rest / level)]
         table = np.stack([snr, gain, gain**-0.5, -np.log(gain), *shares, spread], axis=1)
         padded = np.concatenate([table, table[-1:].repeat(window, 0)])
-        seen = np.concatenate([gain, np.zeros(window)])
-        self.rows = np.column_stack([padded, seen]).astype(np.float32)[:, :, None]  # [S + W, 9, 1]
+        gains = np.concatenate([gain, np.zeros(window)])
+        self.rows = np.column_stack([padded, gains]).astype(np.float32)[:, :, None]  # [S + W, 9, 1]
         self.steps = len(level)
         self.window = window
         self.made: dict[tuple[int, int], Columns] = {}  # for rows that are all at one step

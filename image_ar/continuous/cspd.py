@@ -142,9 +142,9 @@ def resample(
     for _ in range(PROPOSALS):
         y = p.mean + p.std * numbers.normal(*p.mean.shape)
         with np.errstate(over="ignore"):
-            taken = numbers.uniform(len(y)) < 1 - np.exp(rule.log_residual(y, p, q))
-        tokens[taken] = y[taken]
-        accepted |= taken
+            accepted_now = numbers.uniform(len(y)) < 1 - np.exp(rule.log_residual(y, p, q))
+        tokens[accepted_now] = y[accepted_now]
+        accepted |= accepted_now
         if accepted.all():
             break
     return tokens, accepted

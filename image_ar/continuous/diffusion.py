@@ -46,13 +46,13 @@ def spaced_timesteps(spec: str, steps: int = BASE_STEPS) -> list[int]:
     if spec.startswith("ddim"):
         return _even(int(count), steps)
     sections = [int(part) for part in count.split(",")]
-    kept: list[int] = []
+    timesteps: list[int] = []
     first = 0
     for i, wanted in enumerate(sections):
         size = steps // len(sections) + (i < steps % len(sections))
-        kept += [first + offset for offset in _strided(wanted, size)]
+        timesteps += [first + offset for offset in _strided(wanted, size)]
         first += size
-    return sorted(set(kept))
+    return sorted(set(timesteps))
 
 
 def _even(wanted: int, steps: int) -> list[int]:
@@ -88,8 +88,8 @@ class NoiseSchedule:
     @classmethod
     def of(cls, spec: str = "100") -> NoiseSchedule:
         """The cosine schedule respaced by ``spec`` (``spaced_timesteps``)."""
-        kept = torch.tensor(spaced_timesteps(spec))
-        return cls(kept, (1 - cosine_betas()).cumprod(0)[kept])
+        timesteps = torch.tensor(spaced_timesteps(spec))
+        return cls(timesteps, (1 - cosine_betas()).cumprod(0)[timesteps])
 
     def __len__(self) -> int:
         return len(self.timestep_map)

@@ -125,14 +125,14 @@ def infer_kl_config(state: Mapping[str, Tensor], source: str | Path = "") -> KLC
 
 def check_models(target: MAR, small: MAR) -> None:
     """Raise ``ValueError`` when ``small`` makes other tokens than ``target``."""
-    said = "drafter's {name} must be the target's {ours}, got {theirs}"
-    check_shared(said, SHARED, target.config, small.config)
+    message = "drafter's {name} must be the target's {ours}, got {theirs}"
+    check_shared(message, SHARED, target.config, small.config)
 
 
 def check_vae(target: MAR, vae: AutoencoderKL) -> None:
     """Raise ``ValueError`` when ``vae`` does not decode what ``target`` makes."""
-    said = "autoencoder's {name} must be the transformer's {ours}, got {theirs}"
-    check_shared(said, DECODED, target.config, vae.config)
+    message = "autoencoder's {name} must be the transformer's {ours}, got {theirs}"
+    check_shared(message, DECODED, target.config, vae.config)
 
 
 def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:

@@ -211,8 +211,8 @@ class MAR(nn.Module):
     def encode(self, tokens: Tensor, known: Tensor, condition: Tensor) -> Tensor:
         """Encoder states [R, P + K, D] of the buffer and the known tokens; see ``forward``."""
         buffer = self.config.buffer_size
-        seen = self.z_proj(pick(tokens, known).to(self.dtype))
-        x = torch.cat([condition[:, None].expand(-1, buffer, -1), seen], dim=1)
+        embedded = self.z_proj(pick(tokens, known).to(self.dtype))
+        x = torch.cat([condition[:, None].expand(-1, buffer, -1), embedded], dim=1)
         x = self.z_proj_ln(x + self._positions(self.encoder_pos_embed_learned, known))
         for block in self.encoder_blocks:
             x = block(x)

@@ -138,14 +138,14 @@ def infer_vqvae_config(
 
 def check_tokenizer(model: VAR, vqvae: VQVAE) -> None:
     """Raise ``ValueError`` naming what ``model`` and its tokenizer do not share."""
-    said = "transformer and tokenizer must share {name}, got {ours} and {theirs}"
-    check_shared(said, {name: [name] for name in COMMON}, model.config, vqvae.config)
+    message = "transformer and tokenizer must share {name}, got {ours} and {theirs}"
+    check_shared(message, {name: [name] for name in COMMON}, model.config, vqvae.config)
 
 
 def check_models(large: VAR, small: VAR) -> None:
     """Raise ``ValueError`` naming what two models that are to draw one picture do not share."""
-    said = "the two models must share {name}, got {ours} (large) and {theirs} (small)"
-    check_shared(said, {name: [name] for name in SHARED_BY_MODELS}, large.config, small.config)
+    message = "the two models must share {name}, got {ours} (large) and {theirs} (small)"
+    check_shared(message, {name: [name] for name in SHARED_BY_MODELS}, large.config, small.config)
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

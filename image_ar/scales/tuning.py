@@ -249,14 +249,14 @@ def forecast(
     """Time and memory of CoDe for every N from 0 (the small model alone) to K (the large alone)."""
     scales = len(large.schedule)
     load = (batch, sampling, dtype)
-    whole = seconds.of(scales, large.schedule)
+    total_seconds = seconds.of(scales, large.schedule)
     forecasts = []
     for n in range(scales + 1):
         coarse, fine = range(n), range(n, scales)
         weights = (parameters(large) if coarse else 0) + (parameters(small) if fine else 0)
         peak = max(model_memory(large, coarse, *load), model_memory(small, fine, *load))
         took = seconds.of(n, large.schedule)
-        forecasts.append(Forecast(n, took, weights * dtype.itemsize + peak, whole / took))
+        forecasts.append(Forecast(n, took, weights * dtype.itemsize + peak, total_seconds / took))
     return forecasts
 
 

@@ -236,8 +236,8 @@ class VARBlock(nn.Module):
         tail: int,
     ) -> Tensor:
         """[R, T, C] -> its last ``tail`` rows; the others only serve as keys and values."""
-        seen = modulate(x, given.scale1, given.shift1, self.eps)
-        x = torch.addcmul(x[:, -tail:], given.gate1, self.attn(seen, given, bias, store, tail))
+        modulated = modulate(x, given.scale1, given.shift1, self.eps)
+        x = torch.addcmul(x[:, -tail:], given.gate1, self.attn(modulated, given, bias, store, tail))
         inner = modulate(x, given.scale2, given.shift2, self.eps)
         return torch.addcmul(x, given.gate2, self.ffn(inner))
 

@@ -74,10 +74,10 @@ def settled(
         bound, drafter, rule = assemble(some, target, parts)
         return decode(bound, drafter, rule, prompt, target.length, uniforms)
 
-    whole = method.relaxes or math.isinf(share)
-    few = target.length if whole else min(FEW, target.length)
+    to_the_end = method.relaxes or math.isinf(share)
+    few = target.length if to_the_end else min(FEW, target.length)
     coming = target.length * math.ceil(pictures / batch)
-    share = math.inf if whole else share
+    share = math.inf if to_the_end else share
     chosen = record.choose(begin, coming, few, share)
     target.read_layers(())  # trials' drafters said which they read
     return chosen, record.reason(), record

@@ -126,9 +126,9 @@ class TokenPictures(PicturePipeline[methods.Method]):
         else:
             none = progress.tokens.new_full((target.length,), NOT_DRAWN)
             tokens = torch.stack([row if len(row) else none for row in queue.tokens])
-        said = run_claim(rule, progress, drafter)
-        whole = not interrupted
-        return Drawn(tokens, tokens, progress.stats, said, float(progress.measured), whole)
+        claim = run_claim(rule, progress, drafter)
+        finished = not interrupted
+        return Drawn(tokens, tokens, progress.stats, claim, float(progress.measured), finished)
 
     def _steps(
         self, batch: Batch[methods.Method], queue: Queue | None
@@ -142,8 +142,8 @@ class TokenPictures(PicturePipeline[methods.Method]):
             return decode_plain(target, prompt, length, uniforms), None, None
         if not method.drafts:  # filters and the draw are part of a round's graph, not of a step's
             _, play = _rounds(target, parts, method, lambda: None)
-            alone = without_drafts()
-            return decode(target, *alone, prompt, length, uniforms, play=play), None, None
+            undrafted = without_drafts()
+            return decode(target, *undrafted, prompt, length, uniforms, play=play), None, None
         run, play = _rounds(target, parts, method, lambda: assemble(method, target, parts))
         target, drafter, rule = run
         steps = decode(target, drafter, rule, prompt, length, uniforms, queue=queue, play=play)

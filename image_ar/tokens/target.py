@@ -142,10 +142,10 @@ class LlamaGenTarget:
         """Begin ``prompt``, of one picture, in ``row``; see
         :class:`specmm.core.target.BatchingTarget`.
         """
-        alone = LlamaGenTarget(self.model, self.guidance, self.processor, self.name)
-        alone.aux_layers = self.aux_layers
-        output = alone.prefill(prompt, 0)
-        self.cache.take(row, alone.cache)
+        row_target = LlamaGenTarget(self.model, self.guidance, self.processor, self.name)
+        row_target.aux_layers = self.aux_layers
+        output = row_target.prefill(prompt, 0)
+        self.cache.take(row, row_target.cache)
         return output
 
     @torch.inference_mode()
@@ -229,16 +229,16 @@ class LlamaGenTarget:
         if mask is None and prefix == 1:
             return None
         device = self.cache.lengths.device
-        seen = torch.ones(prefix, prefix, dtype=torch.bool, device=device).tril()[None]
+        keep = torch.ones(prefix, prefix, dtype=torch.bool, device=device).tril()[None]
         if mask is not None:
             padded = (mask == 0).repeat(self.guidance.branches, 1)
             shape = (len(padded), self.cache.size.capacity)
             hidden = torch.zeros(shape, dtype=torch.bool, device=device)
             hidden[:, :prefix] = padded
             self.cache.hidden_prefix = hidden
-            seen = (seen & ~padded[:, None]) | torch.eye(prefix, dtype=torch.bool, device=device)
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=device)
-        return bias.masked_fill_(~seen, float("-inf"))[:, None]
+            keep = (keep & ~padded[:, None]) | torch.eye(prefix, dtype=torch.bool, device=device)
+        bias = torch.zeros(keep.shape, dtype=self.dtype, device=device)
+        return bias.masked_fill_(~keep, float("-inf"))[:, None]
 
 
 class StaticTarget(LlamaGenTarget):

@@ -21,12 +21,12 @@ def tree_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask, scale: float, splits: int = 0
 ) -> Tensor:
     """Attention [R, T, H, D]; for the arguments see the operator."""
-    seen = dense_mask(mask, len(q), keys.shape[2])
+    visible = dense_mask(mask, len(q), keys.shape[2])
     grouped = q.shape[1] != keys.shape[1]
     out = F.scaled_dot_product_attention(
-        q, keys, values, attn_mask=seen, scale=scale, enable_gqa=grouped
+        q, keys, values, attn_mask=visible, scale=scale, enable_gqa=grouped
     )
-    empty = ~seen.any(-1, keepdim=True)  # softmax of nothing
+    empty = ~visible.any(-1, keepdim=True)  # softmax of nothing
     return out.masked_fill(empty, 0.0).transpose(1, 2).contiguous()
 
 

@@ -161,6 +161,6 @@ def dense_mask(mask: TreeMask, rows: int, slots: int) -> Tensor:
     committed = (place < lengths[:, None]).repeat(rows // len(lengths), 1)  # [R, S]
     if mask.hidden is not None:
         committed[:, : mask.hidden.shape[1]] &= ~mask.hidden
-    seen = committed[:, None].repeat(1, nodes, 1)
-    seen[:, :, first : first + nodes] |= unpacked(words, nodes).repeat(rows // len(words), 1, 1)
-    return seen[:, None]
+    visible = committed[:, None].repeat(1, nodes, 1)
+    visible[:, :, first : first + nodes] |= unpacked(words, nodes).repeat(rows // len(words), 1, 1)
+    return visible[:, None]

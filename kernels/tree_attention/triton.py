@@ -124,16 +124,16 @@ def _attend(
     part = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
     for start in range(split * part, tl.minimum(length, (split + 1) * part), BLOCK_N):
         slot = start + column
-        seen = slot < length
+        visible = slot < length
         if HIDDEN:
-            known = seen & (slot < hidden_width)
+            known = visible & (slot < hidden_width)
             shut = tl.load(hidden_ptr + row * hidden_width + slot, mask=known, other=0)
-            seen = seen & (shut == 0)
+            visible = visible & (shut == 0)
         slot = slot.to(tl.int64)
-        mask = seen[:, None] & wide[None]
+        mask = visible[:, None] & wide[None]
         k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=mask, other=0.0)
         v = tl.load(v_base + slot[:, None] * v_slot + d[None], mask=mask, other=0.0)
-        s = tl.where(seen[None], _scores(q, k, scale, UPCAST), float("-inf"))
+        s = tl.where(visible[None], _scores(q, k, scale, UPCAST), float("-inf"))
         p, past, top, total = _weigh(s, top, total)
         acc = _blend(acc * past[:, None], p, v, UPCAST)
 
@@ -142,12 +142,12 @@ def _attend(
         # a tile never straddles two words
         word = tl.load(word_at + start // 64, mask=live, other=0)
         other = start + column
-        seen = ((word[:, None] >> (other % 64)[None].to(tl.int64)) & 1) != 0
+        visible = ((word[:, None] >> (other % 64)[None].to(tl.int64)) & 1) != 0
         slot = (first + other).to(tl.int64)
         mask = (other < nodes)[:, None] & wide[None]
         k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=mask, other=0.0)
         v = tl.load(v_base + slot[:, None] * v_slot + d[None], mask=mask, other=0.0)
-        s = tl.where(seen, _scores(q, k, scale, UPCAST), float("-inf"))
+        s = tl.where(visible, _scores(q, k, scale, UPCAST), float("-inf"))
         p, past, top, total = _weigh(s, top, total)
         acc = _blend(acc * past[:, None], p, v, UPCAST)
     at = ((row * nodes + node) * (KV * GROUP) + query) * splits + split
@@ -232,8 +232,8 @@ def _tile(queries: int, width: int, size: int, shared: int) -> dict[str, int]:
 
 def _queries(wanted: int, size: int, shared: int) -> int:
     """Queries of ``size`` bytes in a tile: ``wanted`` in all, held in half of the shared memory."""
-    held = triton.next_power_of_2(shared // 2 // size + 1) // 2
-    return min(64, max(16, held), max(16, triton.next_power_of_2(wanted)))
+    fits = triton.next_power_of_2(shared // 2 // size + 1) // 2
+    return min(64, max(16, fits), max(16, triton.next_power_of_2(wanted)))
 
 
 def shared_memory(device: torch.device) -> int:

@@ -62,7 +62,7 @@ def race(lanes: Sequence[Racer], most: float, at_a_time: float = SLICE) -> Itera
 
     Raises ``ValueError`` when one takes longer than ``most`` seconds.
     """
-    shown = spent = 0.0
+    shown_at = spent = 0.0
     while left := [lane for lane in lanes if lane.out is None]:
         behind = min(left, key=lambda lane: lane.clock.seconds)
         behind.advance(at_a_time)
@@ -71,10 +71,10 @@ def race(lanes: Sequence[Racer], most: float, at_a_time: float = SLICE) -> Itera
             raise ValueError(
                 f"a run may take {most:.0f} seconds, got longer; is the machine busy? Ask for less"
             )
-        if now - shown > max(EVERY, SHARE * spent):
+        if now - shown_at > max(EVERY, SHARE * spent):
             begin = time.perf_counter()
             yield
-            shown = now
+            shown_at = now
             spent = time.perf_counter() - begin
     yield
 

@@ -136,11 +136,11 @@ class Trace:
     @property
     def longest(self) -> int:
         """The number, from 1, of the round with most accepted drafts, and a rejected one if any."""
-        kept = [sum(node.kept for node in nodes) for nodes in self.rounds]
+        lengths = [sum(node.kept for node in nodes) for nodes in self.rounds]
         mixed = [
             sum(n.kept for n in nodes) * (not all(n.kept for n in nodes)) for nodes in self.rounds
         ]
-        best = mixed if any(mixed) else kept
+        best = mixed if any(mixed) else lengths
         return best.index(max(best)) + 1
 
     def shown(self, number: float) -> str:

@@ -164,14 +164,14 @@ class TextLane:
             self._round()
 
     def _round(self) -> None:
-        said = next(self._rounds, None)
-        if said is None:
+        pieces = next(self._rounds, None)
+        if pieces is None:
             assert self._end is not None
             claim = self._run.certificate(self._end)
             self.out = AnswerOutput(self._end.stats, claim, self._run.method)
             return
-        self.pieces += said[0].pieces
-        self.counts.append(sum(self.counts[-1:]) + said[0].tokens)
+        self.pieces += pieces[0].pieces
+        self.counts.append(sum(self.counts[-1:]) + pieces[0].tokens)
 
     def close(self) -> None:
         self._rounds = iter(())  # drops the last reference to the run, which ends it

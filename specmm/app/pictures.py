@@ -66,20 +66,20 @@ def pictures(models: AppModels) -> None:
         boxes = parameter_boxes(models.parameters("images", name))
     trace = TraceView()
     settings = [choice, prompt, first, second, seed, *boxes]
-    shown = [verdict, *left, *right, *trace.components]
+    outputs = [verdict, *left, *right, *trace.components]
 
     @in_sentences
     def draw(*values: Any) -> Iterator[list[Any]]:
         yield from drawn(models, *values)
 
-    button.click(draw, [model, *settings], shown, api_name="pictures", **ONE)
+    button.click(draw, [model, *settings], outputs, api_name="pictures", **ONE)
     model.input(in_sentences(partial(renewed, models)), model, settings, **ONE)
 
 
 def _class_menu(models: AppModels, name: str) -> gr.Dropdown:
     classes = classes_of(models, name)
-    asked = models.start("images", name).asked
-    value = asked if asked in classes else next(iter(classes), None)
+    subject = models.start("images", name).asked
+    value = subject if subject in classes else next(iter(classes), None)
     return gr.Dropdown(classes, value=value, label="Class", visible=bool(classes), min_width=NARROW)
 
 
@@ -142,28 +142,28 @@ def drawn(
     defaults = models.parameters("images", model)
     options = changed(defaults, dict(zip(defaults, texts, strict=False)))
     pipes = (models.get("images", model), models.twin(model))
-    asked = str(name) if pipes[0].takes == "classes" else prompt
+    subject = str(name) if pipes[0].takes == "classes" else prompt
     chosen = [method_of(models, "images", model, text) for text in (first, second)]
     names = [first, second]
 
     def lane(i: int) -> PictureLane:
-        call = {pipes[i].takes: [asked], "generator": generator(pipes[i], int(seed)), **options}
+        call = {pipes[i].takes: [subject], "generator": generator(pipes[i], int(seed)), **options}
         return PictureLane(pipes[i], chosen[i], call)
 
     waiting = [gr.skip(), gr.skip(), gr.skip(), gr.DownloadButton(interactive=False)] * 2
     yield ["<p class='verdict'>Warming up …</p>", *waiting, *[gr.skip()] * TRACED]
     keys = [("images", model, i, method) for i, method in enumerate(chosen)]
     race = raced(models, keys, [partial(lane, 0), partial(lane, 1)])
-    side = partial(_seen, model=model, asked=asked, seed=int(seed))
+    side = partial(_seen, model=model, subject=subject, seed=int(seed))
     yield from told(names, race, side, str)
 
 
-def _seen(lane: PictureLane, name: str, model: str, asked: str, seed: int) -> list[Any]:
+def _seen(lane: PictureLane, name: str, model: str, subject: str, seed: int) -> list[Any]:
     """Picture, line, tokens and file of a lane."""
     total = lane.pipe.grid**2 or "?"
     if lane.pipe.plans == "scales":
         total = len(lane.pipe.transformer.config.patch_nums)
     file = gr.skip()
     if lane.out is not None:
-        file = gr.DownloadButton(value=saved(lane.out, asked, seed), interactive=True)
+        file = gr.DownloadButton(value=saved(lane.out, subject, seed), interactive=True)
     return [preview(lane), line(lane, name, total), tokens_of(lane), file]

@@ -43,9 +43,9 @@ class Node:
 
 
 @torch.inference_mode()
-def nodes_of(told: DecodedRound) -> list[Node]:
+def nodes_of(round_: DecodedRound) -> list[Node]:
     """The first row's nodes by number, and at last the recovered or bonus token."""
-    tree, probs, rule, result = told
+    tree, probs, rule, result = round_
     accept = rule.decisions(tree, probs).accept[0].tolist()
     parents = tree.shape.parents[0].tolist()
     depths = tree.shape.depths[0].tolist()

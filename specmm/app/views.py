@@ -76,10 +76,10 @@ def _landed(lane: PictureLane) -> Cells:
     needed no separate head call.
     """
     cells: Cells = [None] * lane.pipe.grid**2
-    for told in lane.watch.calls:
-        places = told.places[0].tolist()
+    for call in lane.watch.calls:
+        places = call.places[0].tolist()
         for place in places:
-            cells[place] = 1 - told.calls / len(places) / told.steps
+            cells[place] = 1 - call.calls / len(places) / call.steps
     return cells
 
 

@@ -47,7 +47,7 @@ def questions(models: AppModels) -> None:
     """Fill the tab of questions about pictures."""
     with gr.Row():
         with gr.Column(min_width=NARROW):
-            seen = gr.Image(
+            picture = gr.Image(
                 scenes()[0],
                 label="Picture",
                 alt_text="The picture that is asked about",
@@ -64,12 +64,12 @@ def questions(models: AppModels) -> None:
             question = gr.Textbox(
                 "What do you see in the picture?", label="Question", max_length=LONGEST, lines=2
             )
-    upload.upload(in_sentences(opened_path), upload, seen)
-    _answers(models, "questions", {"model": model, "asked": question, "picture": seen}, "Ask")
+    upload.upload(in_sentences(opened_path), upload, picture)
+    _answers(models, "questions", {"model": model, "asked": question, "picture": picture}, "Ask")
     with gr.Row():
         for scene in scenes():
             example = gr.Button(f"Ask about a {_named(scene)}", size="sm", min_width=90)
-            example.click(partial(str, scene), None, seen, **FREE)
+            example.click(partial(str, scene), None, picture, **FREE)
 
 
 def completion(models: AppModels) -> None:

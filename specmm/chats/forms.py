@@ -83,9 +83,9 @@ class Chat:
 
     def keyed(self) -> Chat:
         """This chat with its ``key`` computed."""
-        asked = [message for message in self.messages if message["role"] != "assistant"]
-        said = json.dumps([asked, self.tools], sort_keys=True, default=str).encode()
-        digest = hashlib.sha256(said)
+        unanswered = [message for message in self.messages if message["role"] != "assistant"]
+        text = json.dumps([unanswered, self.tools], sort_keys=True, default=str).encode()
+        digest = hashlib.sha256(text)
         for source in (*self.images, *self.videos):
             digest.update(hashlib.sha256(bytes_of(source)).digest())
         return replace(self, key=digest.hexdigest()[:16])
@@ -93,8 +93,8 @@ class Chat:
     @property
     def said(self) -> bytes:
         """The key and all messages and tools, as bytes for a digest."""
-        said = json.dumps([self.messages, self.tools], sort_keys=True, default=str)
-        return f"{self.key} {said}".encode()
+        text = json.dumps([self.messages, self.tools], sort_keys=True, default=str)
+        return f"{self.key} {text}".encode()
 
     @property
     def visual(self) -> bool:
@@ -121,18 +121,18 @@ def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -
     _check_keys(place, row, (*READ, *NOTES, *((talk,) if talk else OWN)))
     listed = {kind: _listed(row, kind) for kind in KINDS}
     sources = {kind: [_source(v, folder) for v in listed[kind]] for kind in KINDS}
-    said = _Said(sources, folder, unanswered)
-    messages = [said.read(entry, place) for entry in _entries(row, talk)]
+    content = _Said(sources, folder, unanswered)
+    messages = [content.read(entry, place) for entry in _entries(row, talk)]
     if row.get("system") and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [_text(row["system"])]})
     ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not ends:
         raise Unusable("no answer")
     messages = messages[: ends[-1] + 1]
-    asked = [message for message in messages if message["role"] == "user"]
-    if not asked:
+    questions = [message for message in messages if message["role"] == "user"]
+    if not questions:
         raise Unusable("no question")
-    given = said.placed(asked[0 if talk else -1])
+    given = content.placed(questions[0 if talk else -1])
     return Chat(messages, given["image"], given["video"], _tools(row.get("tools")), place)
 
 
@@ -196,9 +196,9 @@ class _Said:
         if role is None:
             raise Unusable(f"no role {shown(named)}")
         content = entry.get("content", entry.get("value", "" if "tool_calls" in entry else None))
-        kept = {key: entry[key] for key in KEPT if key in entry}
-        if "tool_calls" in kept:
-            kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+        message = {key: entry[key] for key in KEPT if key in entry}
+        if "tool_calls" in message:
+            message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
         if role == "assistant" and self.unanswered and content in (None, ""):
             content = UNSAID
         parts = self._parts(content, role)
@@ -206,9 +206,9 @@ class _Said:
             text = "".join(part.get("text", "") for part in parts)
             if any(part["type"] != "text" for part in parts) or MARKED.search(text):
                 raise Unusable("a picture in an answer")
-            if not text.strip() and "tool_calls" not in kept:
+            if not text.strip() and "tool_calls" not in message:
                 raise Unusable("an empty answer")
-        return {"role": role, "content": parts, **kept}
+        return {"role": role, "content": parts, **message}
 
     def _parts(self, content: Any, role: str) -> list[Part]:
         if isinstance(content, str):
@@ -254,14 +254,14 @@ class _Said:
         else:
             raise Unusable(f"more <{kind}> than there are {kind}s")
 
-    def placed(self, asked: Message) -> dict[str, list[Any]]:
-        """All pictures and videos; those without a placeholder go before the question ``asked``."""
+    def placed(self, question: Message) -> dict[str, list[Any]]:
+        """All pictures and videos; files without a placeholder go before ``question``."""
         for kind in reversed(KINDS):
             if not self.waiting[kind]:
                 continue
             if self.shown[kind]:
                 raise Unusable(f"fewer <{kind}> than there are {kind}s")
-            asked["content"][:0] = [{"type": kind} for _ in self.waiting[kind]]
+            question["content"][:0] = [{"type": kind} for _ in self.waiting[kind]]
             self.shown[kind] = self.waiting[kind]
         return self.shown
 
@@ -352,10 +352,10 @@ def _files(path: Path) -> list[Path]:
     below = [Path(place) for place, reason in files_below(str(path)) if not reason]
     found = [file for file in below if file.suffix.lower() in FILES]
     if not found:
-        held = sorted({file.suffix for file in below if file.suffix})
+        endings = sorted({file.suffix for file in below if file.suffix})
         raise ValueError(
             f"data must be files of chats ({', '.join(FILES)}), got a folder of "
-            f"{', '.join(held[:3]) or 'nothing'} at {path}; write questions and answers about "
+            f"{', '.join(endings[:3]) or 'nothing'} at {path}; write questions and answers about "
             "them into a file"
         )
     return found
@@ -366,8 +366,8 @@ def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:
     with file.open("rb") as stream:
         begin = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
-        if begin.startswith(b"[") and (whole := _array(stream.read())) is not None:
-            yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(whole))
+        if begin.startswith(b"[") and (rows := _array(stream.read())) is not None:
+            yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(rows))
             return
         stream.seek(0)
         for number, line in enumerate(stream, 1):

@@ -110,30 +110,30 @@ class ChatReader:
                 )
             return
         try:
-            asked, said = (self._render([_message(role, MARK)]) for role in ("user", "assistant"))
+            user, answer = (self._render([_message(role, MARK)]) for role in ("user", "assistant"))
         except (TemplateError, *FAULTS):
             return  # the template takes whole chats only
-        if asked == said:
+        if user == answer:
             raise ValueError(
                 f"the chat template must tell questions from answers, got one that writes both as "
-                f"{asked.replace(MARK, '…')!r}"
+                f"{user.replace(MARK, '…')!r}"
             )
 
     @cached_property
     def _opening(self) -> str:
         """The template's generation prompt: the text between a question and its answer."""
-        asked = [_message("user", MARK)]
-        with_it, without = self._render(asked, begin=True), self._render(asked)
+        question = [_message("user", MARK)]
+        with_it, without = self._render(question, begin=True), self._render(question)
         return with_it[_alike(with_it, without) :]
 
     def _render(self, messages: Sequence[Message], tools: Any = None, begin: bool = False) -> str:
         template = getattr(self.reader, "chat_template", None)
         given = {**self.given, **({"tools": list(tools)} if tools else {})}
         given |= {} if template else {"chat_template": self.template}
-        said = [{**m, "content": self._content(m["content"])} for m in messages]
+        contents = [{**m, "content": self._content(m["content"])} for m in messages]
         return str(
             self.reader.apply_chat_template(
-                said, add_generation_prompt=begin, tokenize=False, **given
+                contents, add_generation_prompt=begin, tokenize=False, **given
             )
         )
 
@@ -186,9 +186,9 @@ class ChatReader:
         if self.template is None:
             return self._untemplated(messages, chat)
         if "endgeneration" in str(self.template):
-            said = [{**m, "content": self._content(m["content"])} for m in messages]
+            contents = [{**m, "content": self._content(m["content"])} for m in messages]
             rendered: Any = render_jinja_template(
-                [said],
+                [contents],
                 tools=list(chat.tools) if chat.tools else None,
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
@@ -232,9 +232,9 @@ class ChatReader:
         """The text and answer spans for a model without a chat template."""
         if [message["role"] for message in messages] != ["user", "assistant"]:
             raise Unusable("more than a question and its answer, and no chat template")
-        asked, said = ("".join(p.get("text", "") for p in m["content"]) for m in messages)
+        texts, said = ("".join(p.get("text", "") for p in m["content"]) for m in messages)
         counts = {"image": len(chat.images), "video": len(chat.videos)}
-        before = wording.prompt(self.reader, asked, counts, True)
+        before = wording.prompt(self.reader, texts, counts, True)
         return before + said, [(len(before), len(before) + len(said))]
 
     def _learnt(
@@ -310,16 +310,16 @@ class ChatReader:
         rooms = (self.limit - prompt.lengths).clamp(min=0).tolist()
         tails = [slice(row.begin, row.begin + room) for row, room in zip(rows, rooms, strict=True)]
         each = list(zip(rows, tails, strict=True))
-        whole, learnt = answered(
+        inputs, learnt = answered(
             prompt, [row.ids[tail] for row, tail in each], [row.learnt[tail] for row, tail in each]
         )
         for i, (chat, row) in enumerate(zip(chats, rows, strict=True)):
             for span in row.spans:
                 if span[1] <= row.head:
                     begin, end = (self._before(chat, row.text[:place]) for place in span)
-                    same = whole.input_ids[i, : len(end)].tolist() == end  # or a token lies across
+                    same = inputs.input_ids[i, : len(end)].tolist() == end  # or a token lies across
                     learnt[i, len(begin) : len(end)] = same
-        return whole, learnt
+        return inputs, learnt
 
     def _before(self, chat: Chat, text: str) -> list[int]:
         """The ids of ``text``, the beginning of a chat, with its pictures and videos."""
@@ -328,8 +328,8 @@ class ChatReader:
         return VLMPrompt(self._heads([begun], [text]), 1).rows()[0]
 
     def _heads(self, chats: Sequence[Chat], texts: Sequence[str]) -> dict[str, Any]:
-        asked = [_shown(chat) for chat in chats]
-        pictures, videos = [q.pictures[0] for q in asked], [q.videos[0] for q in asked]
+        prompts = [_shown(chat) for chat in chats]
+        pictures, videos = [q.pictures[0] for q in prompts], [q.videos[0] for q in prompts]
         return wording.read(self.reader, texts, pictures, videos)
 
     def asked(self, chat: Chat, turn: int) -> str:
@@ -358,12 +358,12 @@ class ChatReader:
         self, pipe: Any, chats: Sequence[Chat], turns: Sequence[int], **options: Any
     ) -> list[str]:
         """Answers by ``pipe`` for the messages ``turns`` of ``chats``."""
-        asked = list(zip(chats, turns, strict=True))
-        texts = [self.asked(chat, turn) for chat, turn in asked]
+        pairs = list(zip(chats, turns, strict=True))
+        texts = [self.asked(chat, turn) for chat, turn in pairs]
         if not self.sees:
             return list(pipe(texts, **options).texts)
         images, videos = (
-            [list(getattr(chat, f"{kind}s")[: _count(chat, turn, kind)]) for chat, turn in asked]
+            [list(getattr(chat, f"{kind}s")[: _count(chat, turn, kind)]) for chat, turn in pairs]
             for kind in KINDS
         )
         given: dict[str, Any] = {"chat": False, "videos": videos if any(videos) else None}
@@ -372,8 +372,8 @@ class ChatReader:
     def facts(self) -> list[str]:
         """What answers depend on besides the model, for a cache's key."""
         words = self.words.backend_tokenizer.to_str()
-        whole = self.reader.to_json_string() if self.sees else ""
-        return [str(self.template), str(self.given), words, whole]
+        processor = self.reader.to_json_string() if self.sees else ""
+        return [str(self.template), str(self.given), words, processor]
 
     def coloured(self, chat: Chat, colours: bool) -> str:
         """``chat`` as the model reads it, learnt tokens in green, or in ⟦ and ⟧ without colours."""
@@ -412,9 +412,9 @@ def answered(
     """``prompt`` with each row's answer appended, and a mask [B, L] of the tokens that are learnt;
     ``learnt`` is the mask over the answers' tokens.
     """
-    said = padded([list(ids) for ids in answers])
+    answer_ids = padded([list(ids) for ids in answers])
     counted = padded([list(map(int, each)) for each in learnt])["input_ids"]
-    said_mask = said["attention_mask"]
+    said_mask = answer_ids["attention_mask"]
     count = said_mask.shape[1]
     where = prompt.lengths[:, None] + torch.arange(count)
     width = int((prompt.lengths + said_mask.sum(1)).max())
@@ -424,6 +424,6 @@ def answered(
         return F.pad(values, (0, count)).scatter(1, where, new.to(values))[:, :width]
 
     given = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
-    tokens = {k: longer(values, said.get(k, nothing)) for k, values in given.items()}
+    tokens = {k: longer(values, answer_ids.get(k, nothing)) for k, values in given.items()}
     spoken = longer(torch.zeros_like(prompt.mask), counted)
     return VLMPrompt({**prompt.inputs, **tokens}, prompt.max_new_tokens), spoken

@@ -44,9 +44,9 @@ class AcceptanceCounter:
             node = path[:, depth]
             on_spine = ranks[before.clamp(min=0)] == 0  # the other nodes have no children
             visited = (depth <= kept) & on_spine
-            taken = ranks[node[visited & (depth < kept)]]
+            accepted = ranks[node[visited & (depth < kept)]]
             self.visits[depth - 1] += visited.sum()
-            self.kept[depth - 1] += torch.bincount(taken, minlength=self.kept.shape[1])
+            self.kept[depth - 1] += torch.bincount(accepted, minlength=self.kept.shape[1])
 
     def table(self) -> tuple[tuple[float, ...], ...]:
         """The frequency [D, K] with which each rank was accepted, given that its parent was."""

@@ -219,8 +219,8 @@ class Record:
                 sample.rounds.append(seconds)
             yield progress
             begin = self.now()
-            whole = counts - first >= few and len(sample.rounds) >= ROUNDS
-            if trial and (whole or sum(sample.rounds) * least > few):
+            long_enough = counts - first >= few and len(sample.rounds) >= ROUNDS
+            if trial and (long_enough or sum(sample.rounds) * least > few):
                 break
         sample.tokens = float(progress.counts.float().mean()) - first
         if progress.stats.tokens:  # the last progress only adds them
@@ -382,8 +382,8 @@ class Record:
             return known if self.calls else "the first call, and a short one"
         if PLAIN.method in self.samples:
             measured = [one for one in self.samples if one != PLAIN.method]
-            said = ", ".join(f"{methods.label(one)} {self.gain(one):.2f}x" for one in measured)
-            return f"measured beside plain decoding: {said or 'no other yet'}"
+            gains = ", ".join(f"{methods.label(one)} {self.gain(one):.2f}x" for one in measured)
+            return f"measured beside plain decoding: {gains or 'no other yet'}"
         if chosen == PLAIN.method:
             return "too short to try others, and none is forecast to gain for certain"
         one = self.order[1]
@@ -404,12 +404,12 @@ class Record:
         the calls made right after them.
         """
         samples = self.samples[method]
-        beside = [sample.beside for sample in samples if sample.beside]
+        partners = [sample.beside for sample in samples if sample.beside]
         known = any(one.tau for one in self.candidates if one.method == method)
-        if known or len(beside) < len(samples) or any(other == method for other, _ in beside):
+        if known or len(partners) < len(samples) or any(other == method for other, _ in partners):
             return self.each(PLAIN.method) / self.each(method)
         plain = self.each(PLAIN.method)
-        return statistics.median(plain / self.each(other) * ratio for other, ratio in beside)
+        return statistics.median(plain / self.each(other) * ratio for other, ratio in partners)
 
     def tau(self, method: Any) -> float:
         """Tokens a round of ``method``; a value known beforehand counts as ``TRUST`` rounds."""

@@ -122,10 +122,10 @@ def measured(record: Record) -> Costs | None:
     verify: dict[int, float] = {}
     hosts = []
     for one in record.candidates:
-        whole = [sample.stats for sample in record.samples.get(one.method, ()) if sample.stats]
-        if not (one.nodes and whole):
+        stats = [sample.stats for sample in record.samples.get(one.method, ()) if sample.stats]
+        if not (one.nodes and stats):
             continue
-        seconds = total(whole)
+        seconds = total(stats)
         rounds = max(seconds.batch_rounds, 1)
         draft[one.levels] = seconds.draft_seconds / rounds
         verify[one.nodes] = seconds.verify_seconds / rounds

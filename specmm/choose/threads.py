@@ -114,11 +114,11 @@ def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> I
         if recorded is None:
             _Named.choice = choose(network, rows)
         else:
-            said = _Named.choice
-            if said is not None and said.count != recorded:
+            choice = _Named.choice
+            if choice is not None and choice.count != recorded:
                 raise ValueError(
-                    f"this was begun with {recorded} threads, got {said.count}, since "
-                    f"{said.reason}; leave that out, or begin anew elsewhere"
+                    f"this was begun with {recorded} threads, got {choice.count}, since "
+                    f"{choice.reason}; leave that out, or begin anew elsewhere"
                 )
             _Named.choice = Choice(recorded, "it was begun with so many")
         torch.set_num_threads(_Named.choice.count)
@@ -225,21 +225,21 @@ class Products:
         counts = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
         for count in counts:
             self._pass(count)  # this starts the threads
-        taken = dict.fromkeys(counts, 0.0)
-        alone = 0.0
+        seconds = dict.fromkeys(counts, 0.0)
+        single = 0.0
         for _ in range(PASSES):
             for count in counts:
                 start = time.thread_time()
-                taken[count] += self._pass(count) / PASSES
-                alone += (time.thread_time() - start) / PASSES if count == 1 else 0.0
-        gain = BUSY_GAIN if taken[1] > WAITED * alone else GAIN
+                seconds[count] += self._pass(count) / PASSES
+                single += (time.thread_time() - start) / PASSES if count == 1 else 0.0
+        gain = BUSY_GAIN if seconds[1] > WAITED * single else GAIN
         fastest = 1
         for count in counts:
-            if taken[count] * gain < taken[fastest]:
+            if seconds[count] * gain < seconds[fastest]:
                 fastest = count
-        times = ", ".join(f"{1e3 * taken[count]:.2f} ms by {count}" for count in counts)
+        times = ", ".join(f"{1e3 * seconds[count]:.2f} ms by {count}" for count in counts)
         choice = Choice(fastest, f"measured: the network's products take {times}")
-        self.taken, self.at = taken[fastest], time.time()
+        self.taken, self.at = seconds[fastest], time.time()
         self.notes.write({**choice.as_dict(), "taken": self.taken, "at": self.at})
         return choice
 

@@ -84,9 +84,9 @@ class Trace:
         """The frequency [D, K] with which the draft of each rank is accepted, given that the drafts
         above it are.
         """
-        kept = self.kept.float()
-        reached = F.pad(kept.sum(-1).cumprod(1)[:, :-1], (1, 0), value=1.0)  # [R, D]
-        shares = (reached[..., None] * kept).sum(0) / reached.sum(0).clamp(min=1e-9)[:, None]
+        matched = self.kept.float()
+        reached = F.pad(matched.sum(-1).cumprod(1)[:, :-1], (1, 0), value=1.0)  # [R, D]
+        shares = (reached[..., None] * matched).sum(0) / reached.sum(0).clamp(min=1e-9)[:, None]
         table: list[list[float]] = (shares / shares.sum(-1, keepdim=True).clamp(min=1)).tolist()
         return table
 
@@ -114,8 +114,8 @@ class Trace:
         """Write it as safetensors."""
         tensors = {"kept": self.kept.half().cpu().contiguous()}
         tensors |= {"roots": self.roots.int().cpu(), "contexts": self.contexts.int().cpu()}
-        told = {"format": FORMAT, "version": str(VERSION), "facts": json.dumps(dict(self.facts))}
-        save_readable(tensors, file, told)
+        head = {"format": FORMAT, "version": str(VERSION), "facts": json.dumps(dict(self.facts))}
+        save_readable(tensors, file, head)
 
     @classmethod
     def load(cls, file: Path) -> Trace:
@@ -128,14 +128,14 @@ class Trace:
             raise FileNotFoundError(f"there must be a trace at {file}, got no file")
         try:
             with safe_open(file, "pt") as opened:
-                told = opened.metadata() or {}
+                head = opened.metadata() or {}
                 names = list(opened.keys())
                 tensors = {name: opened.get_tensor(name) for name in names}
-            if told.get("format") != FORMAT:
+            if head.get("format") != FORMAT:
                 raise ValueError("other tensors")
-            if told.get("version") != str(VERSION):
-                raise ValueError(f"one of version {told.get('version')}")
-            trace = cls(**tensors, facts=json.loads(told["facts"]))
+            if head.get("version") != str(VERSION):
+                raise ValueError(f"one of version {head.get('version')}")
+            trace = cls(**tensors, facts=json.loads(head["facts"]))
             trace._check()
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(

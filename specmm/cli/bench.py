@@ -89,16 +89,16 @@ def bench(
 
     seed = secrets.randbelow(2**31) if seed is None else seed
     place = Place.named(device, dtype)
-    asked = Bench(model, methods, drafter, place, batch, n, seed, compile_all)
+    request = Bench(model, methods, drafter, place, batch, n, seed, compile_all)
     size = given(height=height, width=width)
     written = given(max_new_tokens=max_new_tokens, temperature=temperature)
     with stdout_reserved():
         kind = kind_of(model, question)
         if kind == "images":
             refuse(_drawing(model), image=image, **written)
-            rows = asked.pictures(prompt, size)
+            rows = request.pictures(prompt, size)
         else:
-            rows = asked.texts(asked_of(model, kind, prompt, question, image, size), **written)
+            rows = request.texts(asked_of(model, kind, prompt, question, image, size), **written)
     if as_json:
         return emit(rows)
     where = f"{rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"
@@ -192,8 +192,8 @@ def plan(
             planned = plan_model(model, batch or 1, cfg, place, drafter, first, tv, **size)
         else:
             refuse(f"texts and answers of {model}", cfg=cfg, batch=batch, tv=tv)
-            asked = asked_of(model, kind, prompt, question, image, size)
-            planned = plan_language(model, asked, place, drafter, **written)
+            request = asked_of(model, kind, prompt, question, image, size)
+            planned = plan_language(model, request, place, drafter, **written)
     _shown(planned, as_json)
 
 
@@ -297,8 +297,8 @@ def _open(
     """
     from specmm.app.models import AppModels
 
-    alone = host == LOCAL and not share
-    models = AppModels(extra, place, anything=alone, text_encoder=text_encoder)
+    local = host == LOCAL and not share
+    models = AppModels(extra, place, anything=local, text_encoder=text_encoder)
     with needed("the app", "app"):
         from specmm.app.page import build, serve
     say("loading the models and opening the app; Ctrl-C ends it")

@@ -80,6 +80,6 @@ def _lines(inspection: Inspection, target: str | None) -> list[str]:
 
 
 def _target_line(wanted: dict[str, Any]) -> str:
-    shown = {**wanted, "architectures": ", ".join(wanted["architectures"])}
-    shown["reads"] = "layers " + " ".join(map(str, wanted["reads"])) if wanted["reads"] else None
-    return ", ".join(f"{name} {value}" for name, value in shown.items() if value)
+    fields = {**wanted, "architectures": ", ".join(wanted["architectures"])}
+    fields["reads"] = "layers " + " ".join(map(str, wanted["reads"])) if wanted["reads"] else None
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if value)

@@ -187,8 +187,8 @@ def ask(
     def call(pipe: Any) -> Any:
         single = not draw and not _several(options)
         echo = Echo(pipe.stops(_reading(pipe, options))) if single else None
-        shown = None if question is None and not images else list(images)
-        return pipe(shown, question, echo, list(video) or None, **options)
+        pictures = None if question is None and not images else list(images)
+        return pipe(pictures, question, echo, list(video) or None, **options)
 
     out, record = settings.run("questions", model, chosen, options, call)
     record |= {"question": question, "images": list(images)}

@@ -125,10 +125,10 @@ def with_fields(
             return command(*args, **{name: values}, **given)
 
         others = inspect.signature(command).parameters.values()
-        whole = [*(each for each in others if each.name != name), *fields.values()]
+        parameters = [*(each for each in others if each.name != name), *fields.values()]
         found: Any = called
-        found.__signature__ = inspect.Signature(whole)
-        found.__annotations__ = {each.name: each.annotation for each in whole}
+        found.__signature__ = inspect.Signature(parameters)
+        found.__annotations__ = {each.name: each.annotation for each in parameters}
         return called
 
     return wrap

@@ -81,9 +81,9 @@ def serve(
     if drafter is not None and len(models) > 1:
         raise ValueError("--drafter is of one MODEL, got several; serve them apart")
     place = Place.named(device, dtype)
-    kept = int(prefix_memory * 2**30)
+    prefix_bytes = int(prefix_memory * 2**30)
     limits = Limits(
-        rows, max_waiting, seconds=max_seconds, prefixes=kept, **given(answer=max_tokens)
+        rows, max_waiting, seconds=max_seconds, prefixes=prefix_bytes, **given(answer=max_tokens)
     )
     settings = Settings(api_key, http_pictures, max_tokens=max_tokens, max_waiting=max_waiting)
     build = partial(application, models, place, method, drafter, limits, settings)

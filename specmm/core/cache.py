@@ -96,8 +96,8 @@ class Memory:
             fresh = keys.narrow(axis, first, count), values.narrow(axis, first, count)
             attended = keys.narrow(axis, 0, self.stop), values.narrow(axis, 0, self.stop)
         else:
-            asked = (self.first, self.stop, k.shape[axis], axis)
-            fresh, attended = self.views.of(self.layer, *asked)
+            request = (self.first, self.stop, k.shape[axis], axis)
+            fresh, attended = self.views.of(self.layer, *request)
         fresh[0].copy_(k)
         fresh[1].copy_(v)
         return attended
@@ -326,16 +326,16 @@ class Cache:
     def _new_bias(self, ancestors: Tensor) -> TreeBias:
         nodes, first = ancestors.shape[-1], self.front
         bias = self._closed.repeat(self.size.rows, 1, nodes, first + self._reach(nodes))
-        seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
-        bias[:, 0, :, first : first + nodes].masked_fill_(seen, 0)
+        visible = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
+        bias[:, 0, :, first : first + nodes].masked_fill_(visible, 0)
         return TreeBias(ancestors, bias, bias[:, 0, :, :first])
 
     def prefix_bias(self) -> Tensor:
         """Additive mask [R, capacity]: open for each row's committed tokens that are no padding."""
-        shown = self._columns < branched(self.lengths, self.size.branches)[:, None]
+        visible = self._columns < branched(self.lengths, self.size.branches)[:, None]
         if self.hidden_prefix is not None:
-            shown = shown & ~self.hidden_prefix
-        return torch.where(shown, self._open, self._closed)
+            visible = visible & ~self.hidden_prefix
+        return torch.where(visible, self._open, self._closed)
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] after the committed tokens."""

@@ -161,12 +161,12 @@ class Progress:
         done = None
         if self.stop is not None:
             after, done = self.stop(self.tokens, self.counts, after)
-        taken = after - self.counts
+        committed_counts = after - self.counts
         if done is None:
             self.counts.copy_(after)
         else:
             self._end(after, done)
-        return taken
+        return committed_counts
 
     def unfinished(self, sure: bool = False, most: int = 1) -> bool:
         """Whether a row lacks tokens. Without a stop, nothing is read if the caller is ``sure``.
@@ -434,8 +434,8 @@ def first_token(rule: Rule, probs: Tensor, uniforms: Tensor) -> Tensor:
     the softmax of the logits, take the mode.
     """
     root = probs.new_zeros(len(probs), 1, dtype=torch.int64)
-    alone = DraftTree(root, TreeShape.chain(0, probs.device), probs)
-    return categorical(rule.decisions(alone, probs).next_probs[:, 0], uniforms)
+    root_tree = DraftTree(root, TreeShape.chain(0, probs.device), probs)
+    return categorical(rule.decisions(root_tree, probs).next_probs[:, 0], uniforms)
 
 
 def check_output(output: TargetOutput, name: str, round_number: int = 0) -> None:
@@ -467,16 +467,16 @@ def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> P
 
 
 def _stats(histogram: Tensor, rounds: int, seconds: float, clock: Clock) -> Stats:
-    kept = histogram[:, 1:].sum(0).tolist()
+    accepted = histogram[:, 1:].sum(0).tolist()
     return Stats(
-        tokens=len(histogram) + sum(n * (i + 1) for i, n in enumerate(kept)),
-        rounds=sum(kept),
+        tokens=len(histogram) + sum(n * (i + 1) for i, n in enumerate(accepted)),
+        rounds=sum(accepted),
         batch_rounds=rounds,
         seconds=seconds,
         draft_seconds=clock.seconds["draft"],
         verify_seconds=clock.seconds["verify"],
         search_seconds=clock.seconds["search"],
-        kept=kept,
+        kept=accepted,
         prefilled=len(histogram),
         kept_by_row=histogram[:, 1:].tolist(),
     )

@@ -80,7 +80,7 @@ class Derived(Generic[T]):
             return self._found  # type: ignore[return-value]
         layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in tensors]
         same = (states, layouts) == (self._states, self._layouts)
-        if not same or not all(seen.same() for seen in self._seen):
+        if not same or not all(source.same() for source in self._seen):
             self._found = _in_place(self._found, make())
             self._states, self._layouts = states, layouts
             self._seen = [_Seen(x) for x in tensors if not x.is_meta]
@@ -133,8 +133,8 @@ def _rows(tensor: Tensor) -> tuple[Tensor, bool]:
     copied = not found.is_contiguous()
     found = found.contiguous()
     rows = found.flatten(1) if found.ndim > 1 else found.flatten()[None]
-    whole = rows.shape[1] * rows.element_size() % WORD == 0 and rows.data_ptr() % WORD == 0
-    return rows.view(torch.int64 if whole else torch.uint8), copied
+    in_words = rows.shape[1] * rows.element_size() % WORD == 0 and rows.data_ptr() % WORD == 0
+    return rows.view(torch.int64 if in_words else torch.uint8), copied
 
 
 def digest(network: nn.Module) -> str:
@@ -222,13 +222,13 @@ def form_of(network: nn.Module) -> list[Any]:
         form += [x for x in vars(config).items() if type(x[1]) in NUMBERS]
     for hooks in (_global_forward_hooks, _global_forward_pre_hooks):  # of all modules there are
         form += hooks.keys()
-    classes, seen = set(), set()
+    classes, visited = set(), set()
     left = [network]
     while left:  # faster than network.modules()
         module = left.pop()
-        if module in seen:
+        if module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         classes.add(type(module))
         attributes = module.__dict__
         left += filter(None, attributes["_modules"].values())

@@ -138,8 +138,8 @@ class Growth:
         self.bias = self.mask[:, :, self.before :]  # the rows of drafts
         if isinstance(self.tree, TreeShape) and self.fed:
             nodes = torch.cat([level.parents for level in self.levels[1:]])
-            seen = self.tree.ancestors[0, nodes][:, nodes]  # the root is a committed position
-            self.bias[..., self.start : self.start + self.fed].masked_fill_(seen, 0)
+            ancestors = self.tree.ancestors[0, nodes][:, nodes]  # the root is a committed position
+            self.bias[..., self.start : self.start + self.fed].masked_fill_(ancestors, 0)
 
     def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:
         """Read the tokens just committed; returns the state predicted after the last one [R, C]."""
@@ -220,9 +220,9 @@ class Growth:
         states = state
         for depth in range(1, tree.depth + 1):
             first = (depth - 1) * k
-            seen = branched(beam.mask, branches)  # [R, k, k · depth]
+            allow = branched(beam.mask, branches)  # [R, k, k · depth]
             scratch = self.bias[:, 0, first : first + k, self.start : self.start + k * depth]
-            mask = torch.zeros_like(seen, dtype=state.dtype).masked_fill_(~seen, float("-inf"))
+            mask = torch.zeros_like(allow, dtype=state.dtype).masked_fill_(~allow, float("-inf"))
             scratch.copy_(mask)
             origin = branched(beam.origin, branches)
             states = self._feed(head, beam.tokens, states, origin, depth, first)

@@ -199,8 +199,8 @@ class Processor:
         pool = ordered if self.top_p_first else ordered.masked_fill(ordered < least, float("-inf"))
         # the mass above each token, 0 for the first
         above = F.pad(pool.softmax(-1).cumsum(-1)[..., :-1], (1, 0))
-        kept = (above <= self.top_p).sum(-1, keepdim=True)
-        return torch.maximum(pool.gather(-1, kept - 1), least)
+        count = (above <= self.top_p).sum(-1, keepdim=True)
+        return torch.maximum(pool.gather(-1, count - 1), least)
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None

@@ -96,9 +96,9 @@ class Uniforms:
             fresh = [self._next(row, max(BLOCK, count)) for row in range(len(self.generators))]
             self._block = torch.cat([self._block[:, self._used :], torch.stack(fresh)], dim=1)
             self._used = 0
-        taken = self._block[:, self._used : self._used + count]
+        block = self._block[:, self._used : self._used + count]
         self._used += count
-        return taken
+        return block
 
     def ahead(self, count: int) -> Tensor:
         drawn = self.draw(count)

@@ -41,8 +41,8 @@ def _slots(owner: object, name: str, seen: set[int]) -> Iterator[Slot]:
     seen.add(id(owner))
     fixed = getattr(kind, "fixed", ())
     for key in getattr(kind, "state", ()):
-        held = vars(owner).get(key)
-        yield from _found(vars(owner), key, held, f"{name}.{key}", seen, key in fixed)
+        value = vars(owner).get(key)
+        yield from _found(vars(owner), key, value, f"{name}.{key}", seen, key in fixed)
 
 
 def _found(

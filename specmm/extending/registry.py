@@ -29,8 +29,8 @@ def nearest(name: str, known: Sequence[str], alike: float = 0.5) -> list[str]:
     """The ``known`` names that ``name`` may stand for: those that begin with it, or the nearest one
     with a difflib ratio of at least ``alike`` (0 to 1).
     """
-    whole = [one for one in known if one.startswith(name)] if len(name.strip("-_")) > 2 else []
-    return whole[:2] or difflib.get_close_matches(name, known, n=1, cutoff=alike)
+    beginnings = [one for one in known if one.startswith(name)] if len(name.strip("-_")) > 2 else []
+    return beginnings[:2] or difflib.get_close_matches(name, known, n=1, cutoff=alike)
 
 
 def unknown(kind: str, name: object, known: Iterable[str], alike: float = 0.5) -> ValueError:

@@ -222,7 +222,7 @@ def load_strict(
         for k, v in wanted.items()
         if k in state and state[k].shape != v.shape
     ]
-    whole = [
+    expected = [
         f"{k} {state[k].dtype}"
         for k, v in wanted.items()
         if k in state and v.is_floating_point() and not state[k].is_floating_point()
@@ -231,7 +231,7 @@ def load_strict(
         "missing": [k for k in wanted if k not in state],
         "unexpected": [k for k in state if k not in wanted],
         "wrong-shaped": shapes,
-        "of whole numbers": whole,
+        "of whole numbers": expected,
     }
     check_names(problems, type(module).__name__, source)
     check_weights(state, source)
@@ -301,9 +301,9 @@ def write_checkpoint(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {}
+    tensors = {}
     for name, tensor in state.items():
         wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-        kept[name] = tensor.detach().to("cpu", wanted).contiguous()
-    save_readable(kept, folder / "model.safetensors", {"format": "pt"})
+        tensors[name] = tensor.detach().to("cpu", wanted).contiguous()
+    save_readable(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

@@ -32,9 +32,9 @@ def answered(
     an interrupted run continues.
     """
     facts = (longest, TEMPERATURES, *reader.facts())
-    kept = writable(out / "answers" / made_by(pipe.model, *facts))
+    folder = writable(out / "answers" / made_by(pipe.model, *facts))
     answers: dict[str, list[str]] = {}
-    for file in kept.glob("*.json"):
+    for file in folder.glob("*.json"):
         answers |= read_json(file)
     keyed = [chat.key or chat.keyed().key for chat in chats]
     places = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
@@ -48,13 +48,13 @@ def answered(
                 fitting = {k: chat for k, chat in part.items() if reader.has_room(chat, longest)}
                 if fitting:
                     texts = _answers(pipe, reader, fitting, temperature, longest)
-                    write_whole(kept / f"{new[start]}.json", json.dumps(texts).encode())
+                    write_whole(folder / f"{new[start]}.json", json.dumps(texts).encode())
                     answers |= texts
                 bar.update(len(part))
     for key, chat in zip(keyed, chats, strict=True):
-        whole = _learnable(reader, chat, answers.get(key, ()))
-        if not any(part.get("text") == UNSAID for m in whole.messages for part in m["content"]):
-            yield whole
+        ready = _learnable(reader, chat, answers.get(key, ()))
+        if not any(part.get("text") == UNSAID for m in ready.messages for part in m["content"]):
+            yield ready
 
 
 def _turns(chat: Chat) -> list[int]:
@@ -88,11 +88,11 @@ def _answers(
     texts: dict[str, list[str]] = {key: [] for key in chats}
     for turn in range(max(len(_turns(chat)) for chat in chats.values())):
         some = [key for key, chat in chats.items() if turn < len(_turns(chat))]
-        asked = [_said(chats[key], texts[key]) for key in some]
+        prompts = [_said(chats[key], texts[key]) for key in some]
         answers = reader.answers(
             pipe,
-            asked,
-            [_turns(chat)[turn] for chat in asked],
+            prompts,
+            [_turns(chat)[turn] for chat in prompts],
             temperature=temperature,
             max_new_tokens=longest,
             seed=[int(key, 16) % 2**31 for key in some] if temperature else None,

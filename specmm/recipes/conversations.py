@@ -102,7 +102,7 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
     Chats with the same question are either all learnt from or all held out. Raises ``ValueError``
     without two usable chats that differ.
     """
-    chats, keys, seen = _spooled(places, opening)
+    chats, keys, shows = _spooled(places, opening)
     different = sorted(set(keys))
     if len(different) < 2:
         raise ValueError(
@@ -110,16 +110,16 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
             f"{len(different)} in {', '.join(places)}"
         )
     count = round(opening.held_out * len(different))
-    held = set(different[: min(max(count, 1), len(different) - 1)])
-    learnt = [i for i, key in enumerate(keys) if key not in held]
-    by_sort = {sort: [i for i in learnt if bool(seen[i]) == sort] for sort in (False, True)}
-    asked = [i for i in range(len(keys)) if keys[i] in held]
-    asked.sort(key=lambda i: (not seen[i], keys[i]))
+    held_out = set(different[: min(max(count, 1), len(different) - 1)])
+    learnt = [i for i, key in enumerate(keys) if key not in held_out]
+    by_sort = {sort: [i for i in learnt if bool(shows[i]) == sort] for sort in (False, True)}
+    questions = [i for i in range(len(keys)) if keys[i] in held_out]
+    questions.sort(key=lambda i: (not shows[i], keys[i]))
     reader = opening.reader
     data: Any = chats
-    shown = reader.coloured(chats[learnt[0]], sys.stderr.isatty())
-    _tell(f"{chats[learnt[0]].place}, of which the answers are learnt:\n{shown[:SHOWN]}")
-    _tell(f"{len(learnt)} chats to learn from, {len(asked)} held out")
+    sample = reader.coloured(chats[learnt[0]], sys.stderr.isatty())
+    _tell(f"{chats[learnt[0]].place}, of which the answers are learnt:\n{sample[:SHOWN]}")
+    _tell(f"{len(learnt)} chats to learn from, {len(questions)} held out")
 
     @lru_cache(4)
     def order(count: int, epoch: int) -> list[int]:
@@ -138,11 +138,11 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
     def prompts(
         count: int, other: ChatReader = reader, edit: Callable[[Chat], Chat] = lambda chat: chat
     ) -> VLMPrompt:
-        fitting = (chat for i in asked if reader.has_room(chat := chats[i], LONGEST))
+        fitting = (chat for i in questions if reader.has_room(chat := chats[i], LONGEST))
         if not (some := list(islice(fitting, count))):
             raise ValueError(
                 f"data must hold questions that leave room for answers of {LONGEST} tokens, got "
-                f"none among the {len(asked)} that were held out"
+                f"none among the {len(questions)} that were held out"
             )
         return other.prompts([edit(chat) for chat in some], LONGEST)
 
@@ -157,7 +157,7 @@ def _tell(text: str) -> None:
 
 def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int], bytearray]:
     """The usable chats, the key of each, and whether it has pictures or videos."""
-    chats, keys, seen = Spool(opening.out), array("Q"), bytearray()
+    chats, keys, shows = Spool(opening.out), array("Q"), bytearray()
     aside: dict[str, list[Any]] = {}
     rows = rows_of(places)
     opening.reader.begin()
@@ -174,10 +174,10 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
             opening.reader.verify(chat)
         chats.add(chat)
         keys.append(int(chat.key, 16))
-        seen.append(chat.visual)
-    for said, count in aside.values():
-        _tell(said if count == 1 else f"{said} ({count} such)")
-    return chats, keys, seen
+        shows.append(chat.visual)
+    for problem, count in aside.values():
+        _tell(problem if count == 1 else f"{problem} ({count} such)")
+    return chats, keys, shows
 
 
 def _looked_through(rows: Iterator[Any], unanswered: bool) -> Iterator[Chat | Unusable]:
@@ -192,9 +192,9 @@ def _looked(row: tuple[Any, Path, str], unanswered: bool) -> Chat | Unusable:
     content, folder, place = row
     try:
         chat = chat_of(content, folder, place, unanswered)
-        seen = [_seen(source) for source in chat.images]
+        opened = [_seen(source) for source in chat.images]
         videos = [_played(source) for source in chat.videos]
-        images, sizes = [source for source, _ in seen], [size for _, size in seen]
+        images, sizes = [source for source, _ in opened], [size for _, size in opened]
         return replace(chat, images=images, videos=videos, sizes=sizes).keyed()
     except Unusable as error:
         error.place = place

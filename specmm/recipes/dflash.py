@@ -212,10 +212,10 @@ def blocks_after(
     place = torch.arange(length, device=context.device)[None]
     prefix = _Prefix(context_keys(model, context, place))
     turns = model.turns(embeddings, drawn.after(drawn.size).flatten(1))
-    seen = {reach: drawn.reached(length, reach) for reach in {Reach(), *reaches}}
+    drawn_by = {reach: drawn.reached(length, reach) for reach in {Reach(), *reaches}}
     x = embeddings
     for layer, reach in zip(model.layers, reaches or [Reach()] * len(model.layers), strict=True):
-        mask = seen[reach].to(x.dtype)
+        mask = drawn_by[reach].to(x.dtype)
         x = layer(x, attention_mask=mask, position_embeddings=turns, **{CACHE: prefix})
     return model.norm(x).unflatten(1, (-1, drawn.size))
 

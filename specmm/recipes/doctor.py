@@ -97,8 +97,7 @@ class Examined:
         seen = self._seen(self.questions.prompt)
         reading = reading_of(self.network, seen.target)
         others = [
-            (said, followed(self._seen(prompt), reading))
-            for said, prompt in self.questions.others()
+            (way, followed(self._seen(prompt), reading)) for way, prompt in self.questions.others()
         ]
         return replace(diagnose(seen, reading), asked=others)
 
@@ -184,8 +183,8 @@ def asked(
         others = partial(_otherwise, opened, count)
         return Questions(opened.prompts(count), opened.reader.stops, others)
     words = load_tokenizer(weights_folder(folder))
-    held = windows(text_stream(words, out, held_out=True), 0, count, PROMPT, seed)
-    prompt = VLMPrompt(padded(held.tolist()), LONGEST)
+    held_out = windows(text_stream(words, out, held_out=True), 0, count, PROMPT, seed)
+    prompt = VLMPrompt(padded(held_out.tolist()), LONGEST)
     return Questions(prompt, TextPipeline(target.model, words).ends(), lambda: iter(()))
 
 
@@ -202,14 +201,14 @@ def _otherwise(opened: Conversations, count: int) -> Iterator[tuple[str, VLMProm
             other.tell(thinking)
             ways.append((f"with{'' if thinking else 'out'} thinking", other, lambda chat: chat))
     prompts = opened.prompts(count).rows()
-    for said, other, edit in ways:
+    for way, other, edit in ways:
         prompt = opened.prompts(count, other, edit)
         if prompt.rows() != prompts:
-            yield said, prompt
+            yield way, prompt
 
 
 def with_system(chat: Chat, text: str) -> Chat:
     """``chat`` with the system prompt ``text`` for its own; without one if that is empty."""
     others = [message for message in chat.messages if message["role"] != "system"]
-    told = {"role": "system", "content": [{"type": "text", "text": text}]}
-    return replace(chat, messages=[*([told] if text else []), *others])
+    system = {"role": "system", "content": [{"type": "text", "text": text}]}
+    return replace(chat, messages=[*([system] if text else []), *others])

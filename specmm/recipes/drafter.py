@@ -396,8 +396,8 @@ def block_loss(
     x = torch.cat([features, drafter.queries(anchor, levels)], dim=1)  # [B, T + A·K, C]
     cells = torch.cat([order.expand(len(at), -1), wanted.flatten(1)], dim=1)
     latest = torch.cat([order.expand(len(at), -1), at.repeat_interleave(levels, dim=1)], dim=1)
-    shown = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
-    bias = torch.zeros(shown.shape).masked_fill_(~shown, float("-inf"))
+    visible = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
+    bias = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
     bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
     states = drafter(x, cells, bias, queries=wanted[0].numel())
     previous = seen.tokens.gather(1, wanted.flatten(1) - 1)

@@ -272,7 +272,7 @@ def rollout_bias(length: int, step: int) -> Tensor:
     """
     query = torch.arange(length)[:, None]
     place = torch.arange(length)
-    seen = [place <= query - step]
-    seen += [place == query - step + i for i in range(1, step + 1)]
+    visible = [place <= query - step]
+    visible += [place == query - step + i for i in range(1, step + 1)]
     bias = torch.zeros(length, (step + 1) * length)
-    return bias.masked_fill_(~torch.cat(seen, dim=1), float("-inf"))[None, None]
+    return bias.masked_fill_(~torch.cat(visible, dim=1), float("-inf"))[None, None]

@@ -86,9 +86,9 @@ class Evidence:
         last = (self.begin + self.long - 3)[rows]  # the slot of an answer's last draft
         depth = torch.arange(len(values), device=slots.device)
         place = slots[:, None] + depth  # [R, D]
-        kept = values[depth, rows[:, None], place.clamp(max=values.shape[2] - 1)]
+        chain = values[depth, rows[:, None], place.clamp(max=values.shape[2] - 1)]
         there = place <= last[:, None]
-        return kept * there.view(*there.shape, *([1] * (kept.ndim - 2)))
+        return chain * there.view(*there.shape, *([1] * (chain.ndim - 2)))
 
 
 @torch.inference_mode()
@@ -108,15 +108,15 @@ def evidence(
         list(takewhile(lambda i: i not in pictures, end.row(row).tolist()))
         for row in range(len(end.tokens))
     ]
-    whole, _ = answered(given, texts, [[True] * len(ids) for ids in texts])
+    together, _ = answered(given, texts, [[True] * len(ids) for ids in texts])
     target.wants_context = True
     aux = AuxStates(list(target.family.layers), lambda: target.running)
-    target.prefill(replace(whole, max_new_tokens=1).to(target.device, target.dtype), 0)
+    target.prefill(replace(together, max_new_tokens=1).to(target.device, target.dtype), 0)
     context = target.context
     assert context is not None
     return Evidence(
         target,
-        whole.input_ids.to(target.device),
+        together.input_ids.to(target.device),
         context.embeddings,
         context.image_mask,
         [target.ordered(states) for states in aux.seen if states is not None],
@@ -197,9 +197,9 @@ class HeadReading(Reading):
 
     def _read(self, seen: Evidence) -> Tensor:
         """The states of prompts and answers [B, L, C] that the head reads."""
-        said = self.network.embed(seen.tokens.clamp(max=seen.probs.shape[-1] - 1))
-        asked = self.network.prompt_embeddings(seen.tokens, seen.embeddings)
-        return torch.where((seen.place >= seen.begin[:, None])[..., None], said, asked)
+        from_text = self.network.embed(seen.tokens.clamp(max=seen.probs.shape[-1] - 1))
+        embeddings = self.network.prompt_embeddings(seen.tokens, seen.embeddings)
+        return torch.where((seen.place >= seen.begin[:, None])[..., None], from_text, embeddings)
 
 
 @dataclass(frozen=True)
@@ -332,9 +332,9 @@ class Followed:
     @property
     def by_depth(self) -> list[float]:
         """How often a draft at each depth is accepted, given that those before it are."""
-        kept = self.seen.chains(self.token.float()).cumprod(1)
-        tried = F.pad(kept[:, :-1], (1, 0), value=1.0) * self._there
-        shares: list[float] = (kept.sum(0) / tried.sum(0).clamp(min=1)).tolist()
+        accepted = self.seen.chains(self.token.float()).cumprod(1)
+        tried = F.pad(accepted[:, :-1], (1, 0), value=1.0) * self._there
+        shares: list[float] = (accepted.sum(0) / tried.sum(0).clamp(min=1)).tolist()
         return shares
 
     @property
@@ -385,7 +385,7 @@ def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = 
     to_probs = drafting_probs(seen.target, vocabulary)
     probs = seen.probs.roll(-1, 1)[roots]  # [R, V]
     generator = torch.Generator(probs.device).manual_seed(0)
-    kept = []
+    matched = []
     for logits in reading.drafted(seen, depth):
         at_roots, following = logits[roots], given[roots]
         if seen.target.processor.greedy:
@@ -398,8 +398,8 @@ def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = 
             ]
             found = torch.cat(each)
         empty = probs.new_zeros(*roots.shape, ranks)
-        kept.append(empty.masked_scatter(roots[..., None], found.float()))
-    return traced(seen, torch.stack(kept), facts)
+        matched.append(empty.masked_scatter(roots[..., None], found.float()))
+    return traced(seen, torch.stack(matched), facts)
 
 
 def traced(seen: Evidence, kept: Tensor, facts: dict[str, Any]) -> Trace:
@@ -416,12 +416,12 @@ def chances(p: Tensor, q: Tensor, given: Tensor, ranks: int, generator: torch.Ge
     An unbiased estimate: the rejected drafts are averaged over by drawing one each time.
     """
     at = given[:, None]
-    whole = p.gather(1, at).clamp(min=1e-30)
+    probs = p.gather(1, at).clamp(min=1e-30)
     left = p.clone()  # the part of p that drafts so far have not taken
     columns = []
     for _ in range(ranks):
         offered = left.sum(1, keepdim=True) * q
-        columns.append((torch.minimum(left, offered).gather(1, at) / whole)[:, 0])
+        columns.append((torch.minimum(left, offered).gather(1, at) / probs)[:, 0])
         left -= offered
         refused = (-left).clamp_(min=0)
         uniform = torch.rand(len(p), generator=generator, device=p.device)

@@ -250,8 +250,8 @@ class _Loop:
             count = losses.pop("count", torch.ones_like(losses["loss"].detach()))
             weight = torch.ones_like(count)
             if not self.alone:  # the loss is the mean over all processes
-                told = [count, torch.tensor(bool(received), device=count.device)]
-                total, stops = self._summed(torch.stack([x.float() for x in told]))
+                sums = [count, torch.tensor(bool(received), device=count.device)]
+                total, stops = self._summed(torch.stack([x.float() for x in sums]))
                 weight, stop = count / total, stop or bool(stops)
             (losses["loss"] * (weight / run.accumulate)).backward()
             for name, value in losses.items():
@@ -287,10 +287,10 @@ class _Loop:
 
     def _check(self, loss: float, i: int) -> None:
         """Raise ``ValueError`` where the loss of step ``i`` or a weight is not finite."""
-        whole = all(bool(p.isfinite().all()) for p in self.model.parameters())
-        if not (whole and math.isfinite(loss)):
-            kept = self.run.checkpoint
-            stays = f"{kept} is of before" if kept.exists() else "nothing was written"
+        finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
+        if not (finite and math.isfinite(loss)):
+            checkpoint = self.run.checkpoint
+            stays = f"{checkpoint} is of before" if checkpoint.exists() else "nothing was written"
             raise ValueError(
                 f"loss is {loss if not math.isfinite(loss) else 'of weights that are no numbers'} "
                 f"at step {i}, {stays}; give a smaller lr"
@@ -387,13 +387,13 @@ def check_same(out: Path, made_of: Mapping[str, object]) -> None:
 def _check_same(path: Path, saved: Mapping[str, Any], made_of: Mapping[str, object]) -> None:
     before = saved.get("made_of", {})
     now = {name: value if value is None else str(value) for name, value in made_of.items()}
-    if told := [
+    if changed := [
         f"{name} was {before.get(name)}, is {value}"
         for name, value in now.items()
         if value != before.get(name)
     ]:
         raise ValueError(
-            f"{path} is of another training ({'; '.join(told)}): give another out, or remove it"
+            f"{path} is of another training ({'; '.join(changed)}): give another out, or remove it"
         )
 
 
@@ -470,10 +470,10 @@ class _Log:
         self._write(self.curve, {"step": str(i), **{k: f"{v:.5f}" for k, v in values.items()}})
         if self.tracker is not None:
             self.tracker.log(values, step=i)
-        shown = {name: f"{value:.4f}" for name, value in values.items()}
+        values_text = {name: f"{value:.4f}" for name, value in values.items()}
         if self.run.batch and (rate := self.bar.format_dict["rate"]):
-            shown["rows/s"] = f"{rate * self.run.batch * self.run.accumulate:.1f}"
-        self.bar.set_postfix(shown, refresh=False)
+            values_text["rows/s"] = f"{rate * self.run.batch * self.run.accumulate:.1f}"
+        self.bar.set_postfix(values_text, refresh=False)
 
     def end(self) -> None:
         """After the last step."""
@@ -496,10 +496,10 @@ class _Log:
 def _forget(curve: Path, first: int) -> None:
     """Drop lines that a killed run recorded from step ``first`` on, and an incomplete last line."""
     head, *rows = curve.read_text().splitlines(keepends=True) if first and curve.exists() else [""]
-    kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
-    if not kept:  # the next record begins a new curve
+    earlier = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
+    if not earlier:  # the next record begins a new curve
         curve.unlink(missing_ok=True)
         return
     part = curve.with_suffix(".part")
-    part.write_text("".join([head, *kept]))
+    part.write_text("".join([head, *earlier]))
     os.replace(part, curve)

@@ -161,8 +161,8 @@ def _of_blocks(reading: BlockReading, seen: Evidence) -> Tried:
 
 def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
     """Changes of the mask token: the config's, one of the target's own, or a neighbour."""
-    told = seen.target.model.config.get_text_config(decoder=True)
-    ends = [getattr(told, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
+    config = seen.target.model.config.get_text_config(decoder=True)
+    ends = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
     listed = [i for one in ends for i in (one if isinstance(one, list) else [one])]
     around = [reading.mask - 1, reading.mask + 1, 0, seen.probs.shape[-1] - 1]
     for mask in dict.fromkeys([reading.network.config.mask, *listed, *around]):

@@ -166,8 +166,8 @@ class Lessons:
         """The ``most`` frequent tokens, or all that occur where they are fewer; None for 0."""
         if not most:
             return None
-        said = self.said()
-        return said.topk(min(most, int((said > 0).sum()))).indices
+        counts = self.said()
+        return counts.topk(min(most, int((counts > 0).sum()))).indices
 
 
 @dataclass(frozen=True)
@@ -293,11 +293,11 @@ def served(network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     it drafts.
     """
     masters = [weight for weight in network.parameters() if weight.dtype == torch.float32 != dtype]
-    kept = [weight.data for weight in masters]
+    values = [weight.data for weight in masters]
     for weight in masters:
         weight.data = weight.data.to(dtype)
     try:
         yield
     finally:
-        for weight, data in zip(masters, kept, strict=True):
+        for weight, data in zip(masters, values, strict=True):
             weight.data = data

@@ -85,9 +85,9 @@ def _known(folder: Path) -> tuple[Any, list[int]]:
     place = weights_folder(folder)
     config = load_config(place)
     file = place / "generation_config.json"
-    told = read_json(file).get("eos_token_id") if file.is_file() else None
-    told = config.get_text_config().eos_token_id if told is None else told
-    return config, [told] if isinstance(told, int) else list(told or [])
+    eos = read_json(file).get("eos_token_id") if file.is_file() else None
+    eos = config.get_text_config().eos_token_id if eos is None else eos
+    return config, [eos] if isinstance(eos, int) else list(eos or [])
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ class Source(Data):
         opened = self.opened(begun.folder, load, training.out, training.seed, self.drawn == 1)
         rows = opened.rows(self.rows)
         if self.drawn:
-            kept = Spool(training.out)
+            spool = Spool(training.out)
             inputs = (begun.pipeline("auto"), opened.reader, rows, self.drawn, self.answer_tokens)
             for chat in answered(*inputs, training.out):
-                kept.add(chat)
-            rows = kept
+                spool.add(chat)
+            rows = spool
         lengths = array("q", (chat.length for chat in rows))
         return replace(lessons_of(opened, rows, training.scenes), lengths=lengths)
 
@@ -141,19 +141,19 @@ class Source(Data):
         if self.chats:
             drawn = drawn_chats(begun.pipeline(), count + scenes, length, out, seed)
             starts = torch.arange(0, count * length, length)
-            rows, held = Rows(drawn.flatten(), starts, length), drawn[count:]
+            rows, held_out = Rows(drawn.flatten(), starts, length), drawn[count:]
         else:
             stream = text_stream(words, out, self.text)
             if self.text:
-                stream, held = split(stream, self.held_out, length, PROMPT)
+                stream, held_out = split(stream, self.held_out, length, PROMPT)
             else:
-                held = text_stream(words, out, held_out=True)
-            held = windows(held, 0, scenes, PROMPT, seed)
+                held_out = text_stream(words, out, held_out=True)
+            held_out = windows(held_out, 0, scenes, PROMPT, seed)
             rows = Rows.of(stream, count, length, seed)
             if drawn_count := round(self.drawn * count):
                 beginnings = rows[:drawn_count][:, : length // 4]
                 rows = rows.after(drawn_rows(target, beginnings, length, (0.0, 1.0), out, seed))
-        prompt = VLMPrompt(padded(held[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
+        prompt = VLMPrompt(padded(held_out[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
         key = key_of(row.numpy().tobytes() for row in rows)
         return Lessons(rows, key, read_rows, rows.said, prompt, _known(begun.folder)[1])
 

@@ -147,13 +147,13 @@ def rerank(
             f"total must be in [2, {pool_scores.shape[1] + 1}] for this pool, got {total}"
         )
     order = pool_scores.sort(dim=1, descending=True, stable=True).indices
-    kept = order[:, :count].sort(dim=1).values
-    parents = pool_parents.gather(1, kept)
-    nodes = torch.searchsorted(kept, parents) + 1
+    best = order[:, :count].sort(dim=1).values
+    parents = pool_parents.gather(1, best)
+    nodes = torch.searchsorted(best, parents) + 1
     nodes = torch.where(parents < 0, 0, nodes)
     nodes = torch.nn.functional.pad(nodes, (1, 0), value=-1)
     shape = TreeShape(nodes, depth=min(depth, count), width=min(width, count))
-    return pool_tokens.gather(1, kept), shape
+    return pool_tokens.gather(1, best), shape
 
 
 def _topk(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -54,10 +54,10 @@ def reach(shape: TreeShape, rank_acceptance: Acceptance) -> Tensor:
         step = padded[(shape.depths - 1).clamp(min=0), shape.ranks]
     root = shape.parents < 0
     parents = shape.parents.clamp(min=0)
-    kept = root.double()
+    reached = root.double()
     for _ in range(shape.depth):
-        kept = torch.where(root, 1.0, step * kept.gather(1, parents))
-    return kept
+        reached = torch.where(root, 1.0, step * reached.gather(1, parents))
+    return reached
 
 
 def expected_tau(shape: TreeShape, rank_acceptance: Acceptance) -> Tensor:
@@ -87,12 +87,12 @@ def _solve(rank_acceptance: Acceptance, total: int, max_depth: int) -> tuple[Arr
             f"total must be at least 1 and max_depth at least 0, got {total} and {max_depth}"
         )
     table: Array = rank_table(rank_acceptance, max_depth).numpy()
-    alone = np.concatenate([[-np.inf], np.ones(total)])  # no node, or one without children
-    values = alone
+    single = np.concatenate([[-np.inf], np.ones(total)])  # no node, or one without children
+    values = single
     splits: Splits = []
     for row in table[::-1]:
         forest, choice = _split(row, values)
-        values = alone.copy()
+        values = single.copy()
         values[1:] += forest[:-1]
         splits.insert(0, choice)
     return values, splits

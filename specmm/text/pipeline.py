@@ -110,13 +110,13 @@ class TextPipeline(Pipeline):
             start = time.perf_counter()
             run = self._start(given, prompts)
             texts, tokens, end = run.finish(streamer)
-            told = run.told(tokens, end)
+            output = run.told(tokens, end)
             if work is not None:
                 count = max(sum(map(len, tokens)), 1)
-                work.observe(time.perf_counter() - start, count, told["compiled"], run.built)
+                work.observe(time.perf_counter() - start, count, output["compiled"], run.built)
         drafter = getattr(run.drafter, "inner", run.drafter)  # a grammar's drafter wraps it
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
-        return TextOutput(texts=texts, trace=trace, **told)
+        return TextOutput(texts=texts, trace=trace, **output)
 
     @lists_options(chat=False)
     def stream(

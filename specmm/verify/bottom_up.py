@@ -135,15 +135,15 @@ def _reject(
     r = left[:, :count]
     probs = one_hot(trial.token, target) if trial.probs is None else trial.probs
     drawn = take(probs, trial.token).clamp(min=torch.finfo(target.dtype).tiny)
-    kept = (r * take(now, trial.token) / drawn).clamp(max=1)
+    ratio = (r * take(now, trial.token) / drawn).clamp(max=1)
     rest = (r[..., None] * now - probs).clamp_(min=0)
     total = rest.sum(-1)
     raised = _raised(r, total)
     probs_after = torch.where(total[..., None] > 0, rest / total[..., None], now)
     if walk.real is not None:
         real = walk.real[trial.rank]
-        return kept, torch.where(real[..., None], probs_after, now), torch.where(real, raised, r)
+        return ratio, torch.where(real[..., None], probs_after, now), torch.where(real, raised, r)
     if count < target.shape[1]:
         probs_after = torch.cat([probs_after, target[:, count:]], dim=1)
         raised = torch.cat([raised, left[:, count:]], dim=1)
-    return kept, probs_after, raised
+    return ratio, probs_after, raised

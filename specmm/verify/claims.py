@@ -132,8 +132,8 @@ def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
     if not furthest <= TOLERANCE:
         off = f"its tokens are {furthest:.2g} in total variation off"
         return Certificate("heuristic", f"{said}, and is not: on trees of this run {off}")
-    whole = {(part.parents, part.recorded) for part in parts if not part.lead}
-    parted = "" if trees.given <= whole else "parts of "
+    enumerated = {(part.parents, part.recorded) for part in parts if not part.lead}
+    parted = "" if trees.given <= enumerated else "parts of "
     reason = (
         f"the {rule.name} rule is exact by the word of its author, {maker}, and in "
         f"{len(distances)} cases of {parted}this run's trees that were enumerated here"

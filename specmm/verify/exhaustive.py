@@ -100,9 +100,9 @@ def emitted_probs(
     tree = drawn.tree
     prefix = drawn.prefix
     vocab = target[0].shape[-1]
-    whole, p = _led(tree, node_probs(drawn, target), lead)
-    decisions = rule.decisions(whole, p)
-    ends = endings(whole.shape, decisions)[:, lead:] * drawn.chance[:, None]  # [R, N]
+    full_tree, p = _led(tree, node_probs(drawn, target), lead)
+    decisions = rule.decisions(full_tree, p)
+    ends = endings(full_tree.shape, decisions)[:, lead:] * drawn.chance[:, None]  # [R, N]
     next_probs = decisions.next_probs[:, lead:]
     next_probs = next_probs / next_probs.sum(-1, keepdim=True)
     depths = tree.shape.depths[0]

@@ -263,11 +263,11 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     top = take(before, wanted)
     wins = (tree.tokens == wanted) | (relaxed > top) | ((relaxed == top) & (tree.tokens < wanted))
     wins[:, 0] = True
-    kept = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
+    accepted = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
     if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
-        wrong = (kept & (tree.tokens != wanted)).to(p.dtype)
+        wrong = (accepted & (tree.tokens != wanted)).to(p.dtype)
         excess = torch.zeros_like(token_prob).scatter_reduce(
             1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
         )
-    return Decisions(kept.to(p.dtype), one_hot(best, p), deepest_first(tree.shape), excess)
+    return Decisions(accepted.to(p.dtype), one_hot(best, p), deepest_first(tree.shape), excess)

@@ -231,8 +231,8 @@ class RuleKind:
     @classmethod
     def of_others(cls, name: str, rule: Any) -> RuleKind:
         """The entry of a third-party ``rule``; raises ``ValueError`` if it is not a rule."""
-        told = isinstance(getattr(rule, "exact", None), bool)
-        if not (told and callable(getattr(rule, "decisions", None))):
+        declared = isinstance(getattr(rule, "exact", None), bool)
+        if not (declared and callable(getattr(rule, "decisions", None))):
             raise ValueError(
                 "rule must have decisions(tree, p, *, measure=False) and exact, True or False, "
                 f"got {name}; see specmm.verify.rule.Rule"

@@ -134,9 +134,9 @@ def entry_of(name: str, file: str | None = None) -> Published | None:
         return models[name]
     if not name:
         return None
-    whole = next((one for one in models.values() if one.repository == name), None)
-    if whole is not None and file is None:
-        return whole
+    published = next((one for one in models.values() if one.repository == name), None)
+    if published is not None and file is None:
+        return published
     of_file = {
         one.parts[TRANSFORMER].file: one
         for one in reversed(models.values())

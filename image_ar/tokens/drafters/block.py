@@ -317,8 +317,8 @@ class BlockDrafter:
         self.cache.aim(capacity, bias.shape[-1])
         bias[..., :capacity] = self.cache.prefix_bias()[:, None, None]
         shut = branched(self.order[:most] >= kept[:, None], self.branches)
-        seen = torch.zeros_like(shut, dtype=bias.dtype).masked_fill_(shut, float("-inf"))
-        bias[:, 0, most:, capacity : capacity + most] = seen[:, None]
+        mask = torch.zeros_like(shut, dtype=bias.dtype).masked_fill_(shut, float("-inf"))
+        bias[:, 0, most:, capacity : capacity + most] = mask[:, None]
         return bias
 
     def _read(self, states: Tensor, previous: Tensor) -> Tensor:

@@ -113,9 +113,9 @@ def interval_text(interval: Interval, form: str) -> str:
 
 def protocol_lines(protocols: Sequence[Protocol]) -> str:
     """The protocols as text, an entry a line; the notes last."""
-    whole = {k: v for protocol in protocols for k, v in protocol.items() if k != "note"}
+    merged = {k: v for protocol in protocols for k, v in protocol.items() if k != "note"}
     notes = dict.fromkeys(str(p["note"]) for p in protocols if "note" in p)
-    rows = [(k.replace("_", " "), _text(v)) for k, v in whole.items()]
+    rows = [(k.replace("_", " "), _text(v)) for k, v in merged.items()]
     rows += [("note", note) for note in notes]
     width = max((len(k) for k, _ in rows), default=0)
     return "\n".join(f"  {k.ljust(width)}  {v}" for k, v in rows)

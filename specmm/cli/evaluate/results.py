@@ -59,9 +59,9 @@ def vqa(
     with stdout_reserved():
         from specmm.metrics.answers import read_answers, read_predictions
 
-        told = read_predictions(predictions)
-        measurement = _score(metric, told, read_answers(answers), cast("Variant", variant), seed)
-    show([measurement], as_json, name or predictions.stem)
+        given = read_predictions(predictions)
+        result = _score(metric, given, read_answers(answers), cast("Variant", variant), seed)
+    show([result], as_json, name or predictions.stem)
 
 
 def _score(

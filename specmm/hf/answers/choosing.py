@@ -115,10 +115,10 @@ def choose(
     """The method that should be fastest to answer ``prompt``; trials take a ``share`` of answers.
     Without a bound (``share`` infinite) trials are whole answers.
     """
-    asked = prompt.max_new_tokens
-    few = asked if math.isinf(share) else min(FEW, asked)
+    limit = prompt.max_new_tokens
+    few = limit if math.isinf(share) else min(FEW, limit)
     begin = begin_of(drafters, target, prompt, tokenizer)
-    chosen: Method = record.choose(begin, min(asked, record.usual), few, share)
+    chosen: Method = record.choose(begin, min(limit, record.usual), few, share)
     return chosen
 
 

@@ -75,8 +75,8 @@ class DrawnAnswers:
         }
         gains = {method: each[PLAIN.method] / seconds for method, seconds in each.items()}
         best = max(gains, key=lambda method: gains[method])
-        said = ", ".join(f"{methods.label(method)} {gain:.2f}x" for method, gain in gains.items())
-        why = f"measured: {said}, {share:.0%} of it in pictures"
+        text = ", ".join(f"{methods.label(method)} {gain:.2f}x" for method, gain in gains.items())
+        why = f"measured: {text}, {share:.0%} of it in pictures"
         return best if gains[best] > MARGIN else PLAIN.method, why
 
 

@@ -313,10 +313,10 @@ def _check(
             "prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give "
             "ids"
         )
-    shown = sorted(name for name in inputs if name in PICTURES and inputs[name] is not None)
-    if config.prefill_chunk_size is not None and shown:
+    images = sorted(name for name in inputs if name in PICTURES and inputs[name] is not None)
+    if config.prefill_chunk_size is not None and images:
         raise ValueError(
-            f"prefill_chunk_size must be off for prompts with {', '.join(shown)}, which are read "
+            f"prefill_chunk_size must be off for prompts with {', '.join(images)}, which are read "
             f"whole, got {config.prefill_chunk_size}; leave it out"
         )
     wanted = [name for name in NOT_OUTPUTS if getattr(config, name)]

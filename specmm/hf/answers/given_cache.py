@@ -129,13 +129,13 @@ class ResumedTarget(VLMTarget):
                 f"the prompt must be longer than the {count} tokens that its cache holds, "
                 f"got {prompt.width}; give the whole text, of which they are the beginning"
             )
-        shown = torch.isin(prompt.input_ids, torch.tensor(self.image_tokens, device=self.device))
-        if bool(shown[:, count:].any()):
+        pictures = torch.isin(prompt.input_ids, torch.tensor(self.image_tokens, device=self.device))
+        if bool(pictures[:, count:].any()):
             raise ValueError(
                 f"pictures must be among the {count} tokens that the cache holds, got some after "
                 "them; leave it out and give the whole prompt"
             )
-        if self.family.mrope and bool(shown.any()) and not prompt.vision:
+        if self.family.mrope and bool(pictures.any()) and not prompt.vision:
             raise ValueError(
                 "the positions of pictures that the cache holds must be known, got no pictures; "
                 "give them, too"

@@ -224,12 +224,12 @@ class Run:
                 "batch_size must be 0 for a stream, which shows all answers as they grow"
             )
         self._played_ahead(False)
-        shown: list[str] = []  # of each row so far
+        texts: list[str] = []  # of each row so far
         counted: list[int] = []  # its tokens
         for progress in self.steps:
             rows = _committed(progress)
             ended = (progress.counts >= progress.limits).tolist()
-            shown = shown or [""] * len(rows)
+            texts = texts or [""] * len(rows)
             counted = counted or [0] * len(rows)
             counts = [len(ids) for ids in rows]
             if counts == counted:
@@ -237,9 +237,9 @@ class Run:
             gained = _gained(progress) if apart else [(0, 0)] * len(rows)
             found = []
             for row, ids in enumerate(rows):
-                pieces = self._pieces(ids, ended[row], shown[row], *gained[row])
+                pieces = self._pieces(ids, ended[row], texts[row], *gained[row])
                 found.append(RoundText(pieces, counts[row] - counted[row]))
-                shown[row] += found[-1].text
+                texts[row] += found[-1].text
             counted = counts
             yield found
 
@@ -249,13 +249,13 @@ class Run:
         """The text of ``ids`` after what was ``shown`` of it, split where the last round's drafts
         begin and end.
         """
-        whole = self.stops.cut(ids) if ended else self.stops.sure(ids)
-        if not (ended or whole.startswith(shown)):
+        text = self.stops.cut(ids) if ended else self.stops.sure(ids)
+        if not (ended or text.startswith(shown)):
             return []  # shown text is never changed; more follows once the whole text extends it
         first, begin = len(ids) - taken, len(shown)
         ends = [len(self.stops.shown(ids[:n])) for n in (first, first + drafted)] if drafted else []
-        bounds = [begin, *(min(max(end, begin), len(whole)) for end in ends), len(whole)]
-        pieces = [(whole[a:b], i == 1 and drafted > 0) for i, (a, b) in enumerate(pairwise(bounds))]
+        bounds = [begin, *(min(max(end, begin), len(text)) for end in ends), len(text)]
+        pieces = [(text[a:b], i == 1 and drafted > 0) for i, (a, b) in enumerate(pairwise(bounds))]
         return [piece for piece in pieces if piece[0]]
 
     def certificate(self, end: Progress) -> Certificate:
@@ -289,9 +289,9 @@ def finish_reason(
 def _gained(progress: Progress) -> list[tuple[int, int]]:
     """By row, tokens of the last round and accepted drafts among them."""
     assert progress.gained is not None
-    taken, kept = (part.tolist() for part in progress.gained)
+    taken, accepted = (part.tolist() for part in progress.gained)
     # the last of those kept is the target's own
-    return [(t, min(t, k - 1)) for t, k in zip(taken, kept, strict=True)]
+    return [(t, min(t, k - 1)) for t, k in zip(taken, accepted, strict=True)]
 
 
 def _committed(progress: Progress) -> list[Tensor]:

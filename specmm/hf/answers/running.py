@@ -215,8 +215,8 @@ class Pipeline:
         """
         options = Options.of(given, **own_settings(self.model), **self.usual)
         if idle := idle_options(given, options.method or self.method):
-            said = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
-            warnings.warn(said, IdleOption, stacklevel=2)
+            problem = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
+            warnings.warn(problem, IdleOption, stacklevel=2)
         return options
 
     def constrain(
@@ -252,8 +252,8 @@ class Pipeline:
         if options.draw:
             raise ValueError("draw=True is for VQAPipeline and models that draw; leave it out")
         texts = self.texts
-        shown = self.text if options.chat else texts.behind
-        return StopStrings(options.stops, texts.whole, shown, texts.tidied)
+        decode_text = self.text if options.chat else texts.behind
+        return StopStrings(options.stops, texts.whole, decode_text, texts.tidied)
 
     def drafter(self, kind: str) -> Any:
         """The drafter of method ``kind``, loaded at first use; None if it needs none."""

@@ -85,8 +85,8 @@ class KeptRounds:
         """Evict before a run: the oldest entries above ``most`` (counting a new one if ``more``),
         and on a nearly full ``device`` all but the newest, if the run has ``taken`` that one.
         """
-        kept = self.most - more
-        while len(self.found) > kept or (len(self.found) > taken and is_nearly_full(device, SPARE)):
+        room = self.most - more
+        while len(self.found) > room or (len(self.found) > taken and is_nearly_full(device, SPARE)):
             del self.found[next(iter(self.found))]
 
     def keep(self, key: Key, shared: SharedRounds) -> None:

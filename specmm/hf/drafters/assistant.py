@@ -178,13 +178,13 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
                 "made for it"
             )
     kinds = getattr(family.config, "layer_types", None) or ()
-    kept = [(kind, size) for kind, size in zip(kinds, family.layer_sizes, strict=False) if size]
-    last = {kind: number for number, (kind, _) in enumerate(kept)}
+    caching = [(kind, size) for kind, size in zip(kinds, family.layer_sizes, strict=False) if size]
+    last = {kind: number for number, (kind, _) in enumerate(caching)}
     for number, kind in enumerate(text.layer_types):
         one = text.per_layer_config[number]
         attended = LayerSize(one.num_key_value_heads, one.head_dim, one.head_dim)
-        if kind not in last or kept[last[kind]][1] != attended:
-            size = kept[last[kind]][1] if kind in last else None
+        if kind not in last or caching[last[kind]][1] != attended:
+            size = caching[last[kind]][1] if kind in last else None
             raise ValueError(
                 f"drafter must attend what the target keeps of a token in its {kind} layers, "
                 f"{size}, got an assistant for {attended}; use the one made for it"

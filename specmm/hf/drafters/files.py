@@ -139,17 +139,17 @@ def plain_rope(facts: Facts, base: float, windows: bool = False) -> dict[str, An
     Raises ``ValueError`` for scaled positions and, unless ``windows`` are allowed, for sliding
     windows.
     """
-    kept = facts.get("rope_parameters") or {}
-    if facts.get("rope_scaling") or kept.get("rope_type", "default") != "default":
+    rope = facts.get("rope_parameters") or {}
+    if facts.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         raise ValueError(
-            f"positions must be plain rotary ones, got {facts.get('rope_scaling') or kept}"
+            f"positions must be plain rotary ones, got {facts.get('rope_scaling') or rope}"
         )
     slides = facts.get("use_sliding_window") or "sliding_attention" in (
         facts.get("layer_types") or ()
     )
     if slides and not windows:
         raise ValueError("every layer must attend everything, got layers with a sliding window")
-    given = {"rope_theta": base, **kept, **facts}["rope_theta"]
+    given = {"rope_theta": base, **rope, **facts}["rope_theta"]
     return {"rope_parameters": {"rope_type": "default", "rope_theta": float(given)}}
 
 

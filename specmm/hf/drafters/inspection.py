@@ -284,11 +284,11 @@ def _tried(report: Inspection, place: Path, name: str) -> Inspection:
             assemble(chosen, target, drafter, pipe.tokenizer)
         except ValueError as error:
             refused[method] = str(error)
-    kept = tuple(method for method in report.methods if method not in refused)
-    if not kept:
+    usable = tuple(method for method in report.methods if method not in refused)
+    if not usable:
         return dataclasses.replace(report, misfits=(next(iter(refused.values())),))
     notes = (*report.notes, *(f"not by {method} here: {why}" for method, why in refused.items()))
-    use = report.use.replace(f"--method {report.methods[0]} ", f"--method {kept[0]} ")
+    use = report.use.replace(f"--method {report.methods[0]} ", f"--method {usable[0]} ")
     return dataclasses.replace(report, notes=notes, use=use, misfits=())
 
 

@@ -33,8 +33,8 @@ def base_of(name: str | Path) -> tuple[str | Path, Path | None]:
             f"{folder / CONFIG} must name its base as {BASE!r}, got {base!r}; put its folder or "
             "hub id there"
         )
-    beside = folder / base  # a path relative to the adapter
-    return (beside if not Path(base).is_absolute() and beside.is_dir() else base), folder
+    relative = folder / base  # a path relative to the adapter
+    return (relative if not Path(base).is_absolute() and relative.is_dir() else base), folder
 
 
 def with_adapter(model: Any, folder: Path | None) -> Any:
@@ -49,10 +49,10 @@ def with_adapter(model: Any, folder: Path | None) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
             f"{folder} must hold an adapter of {type(model).__name__} with the sizes of its base "
-            f"{model.config.name_or_path!r}, got: {said}"
+            f"{model.config.name_or_path!r}, got: {reason}"
         ) from error
 
 

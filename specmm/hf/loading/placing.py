@@ -30,14 +30,14 @@ def moved(
     Weights that are still mapped from ``files`` are copied one by one, within the memory of the
     copies.
     """
-    kept = uncast(model, dtype)
+    float_buffers = uncast(model, dtype)
     with warnings.catch_warnings(), mapped.marked([*model.parameters(), *model.buffers()], files):
         warnings.filterwarnings("ignore", "Casting complex values to real")
         if files:
             model._apply(lambda tensor: mapped.moved(tensor, device, dtype))
         else:
             model = model.to(device, dtype)
-    for name, buffer in kept.items():
+    for name, buffer in float_buffers.items():
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffer.to(device))
     return model

@@ -87,9 +87,9 @@ def load_target(folder: Path, dtype: torch.dtype | None = None, **options: Any) 
         model = load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
-        said = str(error).partition("\nModel type should be")[0]  # not all the types
+        reason = str(error).partition("\nModel type should be")[0]  # not all the types
         raise ValueError(
-            f"{folder} must hold a causal language model and its tokenizer ({said})"
+            f"{folder} must hold a causal language model and its tokenizer ({reason})"
         ) from error
     return model.eval(), tokenizer
 
@@ -153,8 +153,8 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:  # a quantiser's, in many lines
-        said = " ".join(str(error).split())
-        raise ValueError(f"{folder} needs a package that is not installed: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder} needs a package that is not installed: {reason}") from error
     except pickle.UnpicklingError as error:
         # torch's own words advise to run it
         other = f"{folder} must hold tensors only, got a pickle of other things; {ADVICE}"

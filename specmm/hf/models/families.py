@@ -421,17 +421,17 @@ class Family:
         if self.body is not self.model:
             output = self.body(use_cache=True, **given)
             return output.last_hidden_state, output
-        seen = []  # the model names no body: its head is run, too
+        states = []  # the model names no body: its head is run, too
 
         def see(_: nn.Module, __: object, output: Any) -> None:
-            seen.append(output.last_hidden_state)
+            states.append(output.last_hidden_state)
 
         handle = self.decoder.register_forward_hook(see)
         try:
             output = self.body(use_cache=True, logits_to_keep=1, **given)
         finally:
             handle.remove()
-        return seen[-1], output
+        return states[-1], output
 
     def each_token(self, inputs: dict[str, Any], output: Any) -> dict[str, Any]:
         """The arguments [B, 1, ...], mask and position aside, that the model's generate would pass

@@ -110,22 +110,22 @@ class StateLayer(LinearAttentionLayer):
         if self.written is not None:
             self.written(slot)
         if not self.record_past:
-            kept: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
-            return kept
+            updated: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+            return updated
         self.made[slot] = recurrent_states
         return recurrent_states
 
     def state(self, slot: Slot) -> Tensor:
         """The state at ``slot``."""
-        held = self.conv_states if slot.kind == "conv" else self.recurrent_states
-        found = held[slot.place]
+        states = self.conv_states if slot.kind == "conv" else self.recurrent_states
+        found = states[slot.place]
         assert found is not None, "the prefill leaves a state"
         return found
 
     def put(self, slot: Slot, state: Tensor) -> None:
         """Put ``state`` at ``slot``."""
-        held = self.conv_states if slot.kind == "conv" else self.recurrent_states
-        held[slot.place] = state
+        states = self.conv_states if slot.kind == "conv" else self.recurrent_states
+        states[slot.place] = state
 
 
 Layers: TypeAlias = Mapping[int, StateLayer]  # by number

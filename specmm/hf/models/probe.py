@@ -122,7 +122,7 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     except Exception as error:
         return f"its own forward cannot read text alone ({_told(error)})"
     rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
-    prompt = VLMPrompt(rows, 1 + sum(kept for _, kept in trees))
+    prompt = VLMPrompt(rows, 1 + sum(committed for _, committed in trees))
 
     def found(way: Way) -> Tensor:
         return _ours(target(way), prompt, drafts.to(model.device), trees)[:, 1:]
@@ -229,16 +229,16 @@ def _embeds_alike(family: Family) -> bool:
     known = family.model.get_input_embeddings()
     if isinstance(known, nn.Embedding) and int(ids.max()) >= known.num_embeddings:
         return True  # a GPU that is asked for these computes nothing more
-    seen: list[Tensor] = []
+    embedded: list[Tensor] = []
 
     def see(_: nn.Module, __: object, given: dict[str, Any]) -> None:
-        seen.append(given["inputs_embeds"])
+        embedded.append(given["inputs_embeds"])
 
     handle = family.decoder.register_forward_pre_hook(see, with_kwargs=True)
     try:
         with torch.inference_mode():
             family.body(input_ids=ids, use_cache=False)
-            return torch.equal(seen[0], family.embedding(ids))
+            return torch.equal(embedded[0], family.embedding(ids))
     except Exception:  # the model takes no placeholders without pictures
         return True
     finally:
@@ -263,11 +263,11 @@ def _paths(trees: Trees) -> list[tuple[int, ...]]:
     """The path from the first root to each node; nodes are numbered through all ``trees``."""
     paths: list[tuple[int, ...]] = []
     before: tuple[int, ...] = ()
-    for parents, kept in trees:
+    for parents, committed in trees:
         first = len(paths)
         for node, parent in enumerate(parents):
             paths.append((*(before if parent < 0 else paths[first + parent]), first + node))
-        before = paths[first + kept - 1] if kept else before
+        before = paths[first + committed - 1] if committed else before
     return paths
 
 
@@ -346,12 +346,12 @@ def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, trees: Trees) -> Te
     """
     scores = [target.prefill(prompt, max(len(parents) for parents, _ in trees)).probs]
     left = drafts
-    for parents, kept in trees:
+    for parents, committed in trees:
         shape = TreeShape.from_parents(parents, drafts.device)
         scores.append(target.score(DraftTree(left[:, : shape.size], shape)).probs)
-        if kept:
-            path = torch.arange(kept, device=drafts.device).expand(len(drafts), -1)
-            counts = torch.full_like(left[:, 0], kept)
+        if committed:
+            path = torch.arange(committed, device=drafts.device).expand(len(drafts), -1)
+            counts = torch.full_like(left[:, 0], committed)
             target.commit(VerifyResult(path, counts, left[:, shape.size]))
         left = left[:, shape.size :]
     return torch.cat(scores, dim=1).log()

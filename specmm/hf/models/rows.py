@@ -191,11 +191,11 @@ class RowsTarget(VLMTarget):
 
     def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
         """Begin prompt ``source`` of ``reading`` in ``row``; returns the output after it."""
-        alone = reading.alone
+        single = reading.alone
         self.started = reading.row(source)
         self.widen(reading.room)
-        self.processor.rows[row] = alone.processor.rows[source]
-        self.take_row(row, alone, source)
+        self.processor.rows[row] = single.processor.rows[source]
+        self.take_row(row, single, source)
         return reading.output_of(source)
 
     def spoilt(self) -> dict[int, Exception]:
@@ -378,10 +378,10 @@ class Reading:
 
     def _open(self) -> None:
         """Make room for a prompt that will be read in pieces."""
-        alone, prompt = self.alone, self.prompt
-        alone.make_room(prompt, self.most)
-        alone.offsets = alone.family.positions(prompt)[1]
-        alone.history = History(prompt.input_ids, prompt.lengths, 1)
+        single, prompt = self.alone, self.prompt
+        single.make_room(prompt, self.most)
+        single.offsets = single.family.positions(prompt)[1]
+        single.history = History(prompt.input_ids, prompt.lengths, 1)
 
     @property
     def packs(self) -> bool:
@@ -402,38 +402,38 @@ class Reading:
         """Store the ``states`` [B, k, C] of tokens ``ids`` [B, k] that were read at ``positions``
         [B, k], and the ``hidden`` states that drafters read.
         """
-        alone = self.alone
+        single = self.alone
         counts = (self.prompt.lengths - self.read).clamp(max=ids.shape[1])
-        alone.have_read(ids, counts, states, hidden, not self.read)
+        single.have_read(ids, counts, states, hidden, not self.read)
         for row, hear in enumerate(self.hear):
             text = self.prompt.input_ids[row, : int(self.prompt.lengths[row])]
             after = text[self.read + 1 : self.read + 1 + ids.shape[1]]
             if hear is not None:
-                hear(alone.head(states[row, : len(after)][None])[0], after.tolist())
+                hear(single.head(states[row, : len(after)][None])[0], after.tolist())
         self.read += ids.shape[1]
         self.left -= ids.shape[1]
         if not self.left:
-            rows, last = torch.arange(len(ids), device=alone.device)[:, None], counts[:, None] - 1
+            rows, last = torch.arange(len(ids), device=single.device)[:, None], counts[:, None] - 1
             ends = states[rows, last], hidden[rows, last]
-            self.output = alone._output(*ends, None, positions.expand(len(ids), -1)[rows, last])
+            self.output = single._output(*ends, None, positions.expand(len(ids), -1)[rows, last])
 
     @torch.inference_mode()
     def go_on(self, count: int) -> None:
         """Read ``count`` more tokens, or as many as remain. Prompts with pictures, several prompts
         at once, and prompts of models with states are read whole.
         """
-        prompt, alone = self.prompt, self.alone
-        mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
-        whole = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
-        whole |= not alone.resumes
-        count = self.left if whole else min(count, self.left)
+        prompt, single = self.prompt, self.alone
+        mrope = single.wants_context and single.family.mrope  # positions are kept by whole prompts
+        at_once = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
+        at_once |= not single.resumes
+        count = self.left if at_once else min(count, self.left)
         self.target.starting_row = True  # drafters' hooks are of the target itself
         try:
             if self.read or any(self.hear):
                 ids = self.next(count).ids
-                chain = TreeShape.chain(ids.shape[1] - 1, alone.device)
-                states, positions = alone.tree_states(ids, chain)
-                self.take(ids, states, alone._drafters_states(states), positions)
+                chain = TreeShape.chain(ids.shape[1] - 1, single.device)
+                states, positions = single.tree_states(ids, chain)
+                self.take(ids, states, single._drafters_states(states), positions)
             else:
                 self._begin(count)
         finally:
@@ -441,23 +441,23 @@ class Reading:
 
     def _begin(self, count: int) -> None:
         """Read the first ``count`` tokens as the model itself does."""
-        prompt, alone = self.prompt, self.alone
+        prompt, single = self.prompt, self.alone
         last = count == self.left
-        if alone.joins:
+        if single.joins:
             ids = prompt.input_ids[:, :count]
             part = prompt if last else VLMPrompt({"input_ids": ids}, self.left - count)
-            output = alone.prefill(part, 0 if last else self.most)
-            if why_no_rows(alone.family, alone.way):
+            output = single.prefill(part, 0 if last else self.most)
+            if why_no_rows(single.family, single.way):
                 raise ValueError(
-                    f"prompts of this kind are read by {alone.name}'s own preparation, and cannot "
+                    f"prompts of this kind are read by {single.name}'s own preparation, and cannot "
                     "join others"
                 )
-            alone.prompt = prompt
-            alone.history = History(prompt.input_ids, prompt.lengths, 1)
-            alone.begins = prompt.begins.clone()
+            single.prompt = prompt
+            single.history = History(prompt.input_ids, prompt.lengths, 1)
+            single.begins = prompt.begins.clone()
         else:  # the row will be just here
-            answer = max(self.room - alone.scratch - count, 1)
-            output = alone.prefill(replace(prompt, max_new_tokens=answer), alone.scratch)
+            answer = max(self.room - single.scratch - count, 1)
+            output = single.prefill(replace(prompt, max_new_tokens=answer), single.scratch)
         self.output = output if last else None
         self.read, self.left = count, self.left - count
 

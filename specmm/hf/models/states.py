@@ -79,16 +79,16 @@ class States:
             self.mixers = known[MIXERS]
             yield
             return
-        seen = Watch(self.layers)
-        with seen.hooks(self.decoder):
+        watch = Watch(self.layers)
+        with watch.hooks(self.decoder):
             yield
         ways: dict[type[nn.Module], Way] = {}
-        for module, (slots, call) in seen.modules.items():
+        for module, (slots, call) in watch.modules.items():
             if type(module) not in ways:
                 ways[type(module)] = way_of(self.layers, module, slots, call)
         self.mixers = known[MIXERS] = tuple(
             Mixer(module, tuple(slots), ways[type(module)])
-            for module, (slots, _) in seen.modules.items()
+            for module, (slots, _) in watch.modules.items()
         )
 
     def _record(self, on: bool, layers: Iterable[int] | None = None) -> None:
@@ -290,16 +290,16 @@ class States:
     def _replay(self, mixer: Mixer, which: list[int], count: int) -> None:
         """Run the first ``count`` tokens of the rows ``which`` through the mixer."""
         call = self.calls[mixer.module].part(0, count)
-        whole = read(self.layers, mixer.slots)
+        calls = read(self.layers, mixer.slots)
         if len(which) == self.rows:
             call.run(mixer.module)
             return
-        rows = torch.tensor(which, device=whole[0].device)
-        write(self.layers, mixer.slots, [state[rows] for state in whole])
+        rows = torch.tensor(which, device=calls[0].device)
+        write(self.layers, mixer.slots, [state[rows] for state in calls])
         call.rows(rows).run(mixer.module)
-        for state, part in zip(whole, read(self.layers, mixer.slots), strict=True):
+        for state, part in zip(calls, read(self.layers, mixer.slots), strict=True):
             state[rows] = part.to(state.dtype)
-        write(self.layers, mixer.slots, whole)
+        write(self.layers, mixer.slots, calls)
 
     def join(self) -> None:
         """Add a row at the end; not under guidance."""

@@ -47,8 +47,8 @@ class CapturedTarget(VLMTarget):
         return super().prefill(prompt, scratch)
 
     def _new_cache(self, size: CacheSize) -> Cache:
-        kept = None if self.memory is None else self.memory[0]
-        return Cache.again(kept, size, self.dtype, self.device)
+        cache = None if self.memory is None else self.memory[0]
+        return Cache.again(cache, size, self.dtype, self.device)
 
     def _new_past(self, batch: int) -> Past:
         if self.family.chains_only:  # its states are part of it

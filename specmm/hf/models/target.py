@@ -204,8 +204,8 @@ class VLMTarget:
             reader = target()
             return reader is not None and (reader.running or reader.starting_row)
 
-        whole = {len(blocks) - 1: self.family.decoder} if normed else {}
-        self.aux = AuxStates([whole.get(i, blocks[i]) for i in layers], listens)
+        norms = {len(blocks) - 1: self.family.decoder} if normed else {}
+        self.aux = AuxStates([norms.get(i, blocks[i]) for i in layers], listens)
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
@@ -326,13 +326,13 @@ class VLMTarget:
         hidden = column < first[:, None]
         if bool(hidden.any()):
             self._hide(hidden)
-        seen = (column <= column[:, None]) & ~hidden[:, None]
-        seen |= torch.eye(prompt.width, dtype=torch.bool, device=self.device)
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        visible = (column <= column[:, None]) & ~hidden[:, None]
+        visible |= torch.eye(prompt.width, dtype=torch.bool, device=self.device)
+        bias = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         self.offsets = -first
         return prompt.vision | {
             "input_ids": ids,
-            "attention_mask": bias.masked_fill_(~seen, float("-inf"))[:, None],
+            "attention_mask": bias.masked_fill_(~visible, float("-inf"))[:, None],
             "position_ids": (column - first[:, None]).clamp(min=0),
         }
 
@@ -341,28 +341,28 @@ class VLMTarget:
         """Begin ``prompt``, of one sample, in ``row``; see
         :class:`specmm.core.target.BatchingTarget`.
         """
-        alone = copy.copy(self)
-        alone.__dict__.pop("started", None)  # or every row that ever began would be kept
-        self.started = alone
+        row_target = copy.copy(self)
+        row_target.__dict__.pop("started", None)  # or every row that ever began would be kept
+        self.started = row_target
         self.starting_row = True
         try:
-            output = alone.prefill(prompt, 0)
+            output = row_target.prefill(prompt, 0)
         finally:
             self.starting_row = False
-        self.take_row(row, alone)
+        self.take_row(row, row_target)
         return output
 
-    def take_row(self, row: int, alone: VLMTarget, source: int = 0) -> None:
-        """Replace ``row`` by the row ``source`` of ``alone``: its tokens and where they lie."""
-        self.cache.take(row, alone.cache, source)
-        self.history.take(row, alone.history, source)
-        if self.recurrent is not None and alone.recurrent is not None:
-            self.recurrent.take(row, alone.recurrent)
-        if alone.offsets.ndim > self.offsets.ndim:  # the first row with positions in parts
-            self.offsets = self.offsets.expand(len(alone.offsets), -1).clone()
-        from_rows = slice(source, None, len(alone.begins))
-        self.offsets[..., row :: len(self.begins)] = alone.offsets[..., from_rows]
-        self.begins[row] = alone.begins[source]
+    def take_row(self, row: int, row_target: VLMTarget, source: int = 0) -> None:
+        """Replace ``row`` by the row ``source`` of ``row_target``: its cache, tokens, positions."""
+        self.cache.take(row, row_target.cache, source)
+        self.history.take(row, row_target.history, source)
+        if self.recurrent is not None and row_target.recurrent is not None:
+            self.recurrent.take(row, row_target.recurrent)
+        if row_target.offsets.ndim > self.offsets.ndim:  # the first row with positions in parts
+            self.offsets = self.offsets.expand(len(row_target.offsets), -1).clone()
+        from_rows = slice(source, None, len(row_target.begins))
+        self.offsets[..., row :: len(self.begins)] = row_target.offsets[..., from_rows]
+        self.begins[row] = row_target.begins[source]
         self.places[row] = torch.arange(self.cache.slots, device=self.device)
         if self.first is not None:
             self.first[row] = 0
@@ -387,8 +387,8 @@ class VLMTarget:
         """
         cache = self.cache
         cache.aim_at_tree(shape.size)
-        whole = self.family.takes_trees
-        mask = cache.tree_mask(shape) if whole else cache.tree_bias(shape.ancestors)
+        as_tree = self.family.takes_trees
+        mask = cache.tree_mask(shape) if as_tree else cache.tree_bias(shape.ancestors)
         return mask, cache.lengths[:, None] + shape.depths
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:

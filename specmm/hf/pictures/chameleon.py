@@ -73,8 +73,8 @@ def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
     known = [n for n in range(1, MOST) if SIDE.format(SIDES_FROM + n) in words]
     usual = max((n for n in known if n <= USUAL), default=USUAL) * cell
     height, width = size or (usual, usual)
-    whole = all(side % cell == 0 and side // cell in known for side in (height, width))
-    if not whole or max(height, width) > RATIO * min(height, width):
+    valid = all(side % cell == 0 and side // cell in known for side in (height, width))
+    if not valid or max(height, width) > RATIO * min(height, width):
         raise ValueError(
             f"height and width must be multiples of {cell} that the model has tokens for, and "
             f"neither more than {RATIO} times the other, got {height} and {width}"
@@ -99,9 +99,9 @@ def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> l
         cell = CELL * token_side(model)
         text = ASKED.format(columns * cell, rows * cell, text)
         begin += [words[SIDE.format(SIDES_FROM + cells)] for cells in (rows, columns)]
-    said = tokenizer(text, add_special_tokens=False)["input_ids"]
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     turn = [words[name] for name in (END_OF_TURN,) if name in words]
-    return [words[START], *said, *turn, *begin]
+    return [words[START], *token_ids, *turn, *begin]
 
 
 def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[int]:

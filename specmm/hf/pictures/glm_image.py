@@ -43,9 +43,9 @@ Grid = tuple[int, int]
 def _layout(model: Any, size: Size | None) -> Layout:
     """Any size in whole tokens whose preview has a token."""
     height, width = size or USUAL
-    whole = height >= SIDE and width >= SIDE and not (height % SIDE or width % SIDE)
+    valid = height >= SIDE and width >= SIDE and not (height % SIDE or width % SIDE)
     picture = (height // SIDE, width // SIDE)
-    preview = _preview(picture) if whole else (0, 0)
+    preview = _preview(picture) if valid else (0, 0)
     if not min(preview):
         raise ValueError(
             f"height and width must be multiples of {SIDE}, and neither more than {PREVIEW**2} "

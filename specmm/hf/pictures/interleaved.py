@@ -184,8 +184,8 @@ class InterleavedTarget(VLMTarget):
 
     def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
         output = super().start_row(row, prompt)
-        alone: Any = self.started
-        self.opened[row] = alone.opened[0]
+        row_target: Any = self.started
+        self.opened[row] = row_target.opened[0]
         return output
 
     def score(self, tree: DraftTree) -> TargetOutput:
@@ -196,8 +196,8 @@ class InterleavedTarget(VLMTarget):
         """Keep the accepted nodes."""
         super().commit(result)
         last = result.path.gather(1, (result.kept[:, None] - 1).clamp(min=0))
-        kept = self.at.gather(1, last)[:, 0]
-        self.opened = torch.where(result.kept > 0, kept, self.opened)  # 0: a row that has ended
+        state = self.at.gather(1, last)[:, 0]
+        self.opened = torch.where(result.kept > 0, state, self.opened)  # 0: a row that has ended
 
     def step(self, tokens: Tensor) -> TargetOutput:
         self.opened = self.grammar.after(self.opened, tokens)
@@ -234,10 +234,10 @@ class PictureReader:
             self._decoder = self.facts.decode(self.model, self.folder)
         return self._decoder
 
-    def text(self, ids: Sequence[int], said: Callable[[list[int]], str], placeholder: str) -> str:
+    def text(self, ids: Sequence[int], decode: Callable[[list[int]], str], placeholder: str) -> str:
         """The text of ``ids`` with a ``placeholder`` for each picture."""
         parts = self.grammar.parts(ids)
-        return "".join(placeholder if drawn else said(run) for drawn, run in parts)
+        return "".join(placeholder if drawn else decode(run) for drawn, run in parts)
 
     @torch.inference_mode()
     def pictures(self, answers: Sequence[Sequence[int]]) -> list[list[Image.Image]]:
@@ -246,8 +246,8 @@ class PictureReader:
         Raises ``ValueError`` where the folder has no decoder for them.
         """
         spans = [[run for drawn, run in self.grammar.parts(row) if drawn] for row in answers]
-        whole = [[run for run in row if len(run) == self.grammar.length] for row in spans]
-        if not any(whole):
+        complete = [[run for run in row if len(run) == self.grammar.length] for row in spans]
+        if not any(complete):
             return [[] for _ in answers]
         decode = self.decoder()
         layout = self.facts.layout(self.model, None)
@@ -258,4 +258,4 @@ class PictureReader:
             pixels = named(PIXELS)(decode(tokens, layout, painting))
             return Image.fromarray(pixels[0].cpu().numpy())
 
-        return [[picture(run) for run in row] for row in whole]
+        return [[picture(run) for run in row] for row in complete]

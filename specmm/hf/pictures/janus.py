@@ -57,8 +57,8 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
 
 def _away(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
     config = model.generation_config
-    kept = (config.bos_token_id, tokenizer.boi_token_id)
-    return [token if token in kept else config.pad_token_id for token in ids]
+    allowed = (config.bos_token_id, tokenizer.boi_token_id)
+    return [token if token in allowed else config.pad_token_id for token in ids]
 
 
 def _decode(model: Any, folder: Path) -> Decoder:

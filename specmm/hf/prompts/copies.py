@@ -35,11 +35,11 @@ def copied(things: T) -> T:
         _prepare(things, memo)
         return copy.deepcopy(things, memo)
     except Exception as error:  # of any class of errors
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         names = ", ".join(type(thing).__name__ for thing in things)  # type: ignore[attr-defined]
         raise ValueError(
             "what processors and criteria keep must be copied, for drafts that are rejected; of "
-            f"{names} it cannot be ({said}): go by the ids alone, or give method='ar'"
+            f"{names} it cannot be ({reason}): go by the ids alone, or give method='ar'"
         ) from error
 
 

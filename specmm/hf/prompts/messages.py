@@ -58,8 +58,8 @@ class Chat:
     def texts(self) -> list[str]:
         """Texts of the messages, without thoughts, which templates may leave out."""
         contents = [one["content"] for one in self.messages]
-        said = (p["text"] for one in contents for p in as_parts(one) if p["type"] == "text")
-        return [text.rpartition("</think>")[2] for text in said]
+        texts = (p["text"] for one in contents for p in as_parts(one) if p["type"] == "text")
+        return [text.rpartition("</think>")[2] for text in texts]
 
     def _content(self, message: Mapping[str, Any]) -> Any:
         content = message.get("content", "" if "tool_calls" in message else None)
@@ -140,8 +140,8 @@ def written(
     reason = "others"
     for form in forms:
         try:
-            said = [{**one, "content": form(one["content"])} for one in chat.messages]
-            text = str(write(said, **chat.more))
+            messages = [{**one, "content": form(one["content"])} for one in chat.messages]
+            text = str(write(messages, **chat.more))
             if fits(text, chat.texts, tokens):
                 return text
             usual = text if usual is None else usual
@@ -158,8 +158,8 @@ def written(
 def fits(found: str, texts: Sequence[str], tokens: Mapping[str, int]) -> bool:
     """Whether a prompt holds the ``texts``, and each of the ``tokens`` so many times."""
     flat = "".join(found.split())  # templates trim
-    shown = all(found.count(token) == count for token, count in tokens.items())
-    return shown and all("".join(text.split()) in flat for text in texts)
+    all_tokens = all(found.count(token) == count for token, count in tokens.items())
+    return all_tokens and all("".join(text.split()) in flat for text in texts)
 
 
 def _decoded(text: Any) -> bytes:

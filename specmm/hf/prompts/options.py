@@ -279,14 +279,14 @@ def _unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
     if config is None:
         return unpacked
     settings = config if isinstance(config, Mapping) else config.to_diff_dict()
-    taken = {name: settings[name] for name in (*OWN, *SCORES) if settings.get(name) is not None}
+    usual = {name: settings[name] for name in (*OWN, *SCORES) if settings.get(name) is not None}
     if settings.get("do_sample") is not True:
-        taken["temperature"] = 0.0
-    elif "temperature" not in taken:
-        taken["temperature"] = 1.0
+        usual["temperature"] = 0.0
+    elif "temperature" not in usual:
+        usual["temperature"] = 1.0
     if settings.get("stop_strings"):
-        taken["stop"] = settings["stop_strings"]
-    return taken | unpacked
+        usual["stop"] = settings["stop_strings"]
+    return usual | unpacked
 
 
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:

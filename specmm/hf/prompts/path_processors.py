@@ -111,9 +111,9 @@ class PathProcessor:
             for answer, heard in zip(answers, self.heard, strict=True)
         ]
         reached: list[set[int]] = [set() for _ in nodes]
-        for asked in _by_length(answers, nodes):
+        for group in _by_length(answers, nodes):
             alike: dict[tuple[int, ...], list[Place]] = {}  # nodes of one path, asked once
-            for row, node in asked:
+            for row, node in group:
                 if self._may_come(scores[row], reached[row], *nodes[row][node]):
                     reached[row].add(node)
                     alike.setdefault((row, *nodes[row][node][1]), []).append((row, node))
@@ -121,11 +121,11 @@ class PathProcessor:
             for batch in [[place] for place in alive] if self.remembering else _in_rows(alive):
                 # in rows that have none of this length left, another's
                 places = [next((x for x in batch if x[0] == row), batch[0]) for row in rows]
-                said = [[*answers[row], *nodes[row][node][1]] for row, node in places]
-                ids = torch.stack([self._sequence(*x) for x in zip(places, said, strict=True)])
+                texts = [[*answers[row], *nodes[row][node][1]] for row, node in places]
+                ids = torch.stack([self._sequence(*x) for x in zip(places, texts, strict=True)])
                 picked = torch.stack([logits[place] for place in places])
                 row = batch[0][0]
-                processed = self._asked(ids, picked, tuple(said[row]), told[row])
+                processed = self._asked(ids, picked, tuple(texts[row]), told[row])
                 for row, node in batch:
                     for place in alike[row, *nodes[row][node][1]]:
                         scores[place] = processed[row]
@@ -134,14 +134,14 @@ class PathProcessor:
             self._check(state_of(self.processors) == self._state)
         return scores
 
-    def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], told: Heard) -> Any:
+    def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], heard: Heard) -> Any:
         """Scores [B, V] after the sequences ``ids``, by processors that saw all up to then."""
         if not self.remembering:
             return self.processors(ids, logits.clone())
         assert self._state, "as it is before the first call"
-        told[answer] = copied(told[answer[:-1]] if answer else self.processors)
-        processed = told[answer](ids, logits.clone())
-        same = zip(self.processors, told[answer], strict=True)
+        heard[answer] = copied(heard[answer[:-1]] if answer else self.processors)
+        processed = heard[answer](ids, logits.clone())
+        same = zip(self.processors, heard[answer], strict=True)
         self._check(not any(a is b and _may_remember(a) for a, b in same))
         if not answer and not torch.equal(copied(self.processors)(ids, logits.clone()), processed):
             raise ValueError(

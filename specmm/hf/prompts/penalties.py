@@ -33,7 +33,7 @@ class Penalties(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] after ``input_ids`` [B, L], by ``scores`` [B, V]."""
         self.width = self.width or input_ids.shape[1]
-        said = input_ids[:, self.width :]
-        ones = torch.ones_like(said, dtype=scores.dtype)
-        counts = torch.zeros_like(scores).scatter_add_(1, said, ones)
+        answer = input_ids[:, self.width :]
+        ones = torch.ones_like(answer, dtype=scores.dtype)
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, ones)
         return scores - self.presence * (counts > 0) - self.frequency * counts

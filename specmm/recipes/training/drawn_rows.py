@@ -41,8 +41,8 @@ MARK = "\0"
 
 def made_by(model: nn.Module, *facts: Any) -> str:
     """Sixteen hexadecimal digits of all that texts made by ``model`` depend on."""
-    whole = repr((__version__, digest(model), *facts))
-    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+    facts_text = repr((__version__, digest(model), *facts))
+    return hashlib.sha256(facts_text.encode()).hexdigest()[:16]
 
 
 def drawn_rows(
@@ -57,8 +57,8 @@ def drawn_rows(
 
     Kept in ``out`` batch by batch, so that an interrupted run continues.
     """
-    asked = hashlib.sha256(prompts.long().numpy().tobytes()).hexdigest()
-    place = out / f"drawn-{made_by(target.model, asked, length, list(temperatures), seed)}"
+    prompts_digest = hashlib.sha256(prompts.long().numpy().tobytes()).hexdigest()
+    place = out / f"drawn-{made_by(target.model, prompts_digest, length, list(temperatures), seed)}"
 
     def drawn(i: int, part: Tensor) -> Tensor:
         processor = Processor(temperatures[i % len(temperatures)])

@@ -170,8 +170,8 @@ class SeenRows:
             mean = sum(lengths) / len(lengths) / longest  # relative to a row of the first batch
             size = int(size_of(self._seen(0)) / len(first) * mean)
             fitting = min(int(keep * GIB / max(size, 1)), len(rows))
-            said = f"states: {size / 2**20:.2f} MiB a row, those of {fitting} of {len(rows)} rows"
-            tqdm.write(f"{said} are kept on the disk (keep={keep:g} GiB)", file=sys.stderr)
+            note = f"states: {size / 2**20:.2f} MiB a row, those of {fitting} of {len(rows)} rows"
+            tqdm.write(f"{note} are kept on the disk (keep={keep:g} GiB)", file=sys.stderr)
 
     def batch(self, step: int) -> Seen:
         """This process's share of the batch of a ``step``, on the target's device."""
