@@ -1,6 +1,6 @@
 """VQGAN's autoencoder under the official parameter names, and LlamaGen's VQ tokenizer.
 
-MAR's KL-16 and VAR's VQVAE are built of the same blocks; LlamaGen gives them other names.
+MAR's KL-16 and VAR's VQVAE use the same blocks; LlamaGen names their weights differently.
 
 Sources: VQGAN (arXiv 2012.09841), latent diffusion (arXiv 2112.10752), LlamaGen (arXiv 2406.06525),
 which normalises its codebook. Shape letters: B batch, C channels, R image side, h latent side
@@ -106,7 +106,7 @@ class Stack:
 
 
 class ResLevel(nn.Module):
-    """Level ``i`` of a stack: residual blocks, each followed by attention if there is any, then a
+    """Level ``i`` of a stack: residual blocks, each followed by optional attention, then a
     resampling.
     """
 
@@ -160,7 +160,8 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """Features [B, latent, h, h] -> images [B, 3, R, R].
 
-    Levels are numbered from full resolution down, the last runs first; LlamaGen's as they run.
+    Levels are numbered from full resolution down and run in reverse; LlamaGen numbers them in the
+    order in which they run.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -191,7 +192,7 @@ class Decoder(nn.Module):
 def to_uint8(images: Tensor) -> Tensor:
     """Pictures [B, R, R, 3] uint8 of decoder outputs [B, 3, R, R] (LlamaGen's rounding).
 
-    Raises ``ValueError`` for NaN or infinity, which would be black.
+    Raises ``ValueError`` for NaN or infinity, which would show as black.
     """
     if not bool(images.isfinite().all()):
         raise ValueError(
@@ -220,7 +221,7 @@ class VQConfig:
         return int(2 ** (len(self.ch_mult) - 1))
 
     def stack(self, blocks: int) -> Stack:
-        """Its levels with ``blocks`` residual blocks each, the lowest with attention."""
+        """The levels of its encoder or decoder, with ``blocks`` residual blocks each."""
         lowest = [len(self.ch_mult) - 1]
         return Stack(self.ch, self.ch_mult, blocks, self.z_channels, lowest, llamagen=True)
 
@@ -228,7 +229,7 @@ class VQConfig:
 @dataclass
 class VQCodes:
     """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], two
-    scalar losses.
+    losses.
     """
 
     codes: Tensor

@@ -55,8 +55,9 @@ def check_call(output_type: str, batch_size: int, each: int, return_dict: bool) 
 
 
 def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for arguments of other pipelines ``given`` to ``pipe`` that would change
-    its pictures, and ``TypeError`` for names that are neither theirs nor ``known`` here.
+    """Raise ``ValueError`` if ``given`` holds an argument of another diffusers pipeline that would
+    change the pictures of ``pipe``, and ``TypeError`` for a name that neither diffusers nor
+    ``known`` has.
     """
     for name, value in given.items():
         if name in ("height", "width"):
@@ -72,8 +73,8 @@ def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) 
 
 
 def check_saving(given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for arguments of diffusers' ``save_pretrained`` that mean other files
-    than are written, and ``TypeError`` for unknown ones.
+    """Raise ``ValueError`` for arguments of diffusers' ``save_pretrained`` that ask for files of
+    another form than ours, and ``TypeError`` for unknown arguments.
     """
     usual = {"safe_serialization": True, "variant": None, "push_to_hub": False}
     for name, value in given.items():
@@ -87,8 +88,8 @@ def check_saving(given: Mapping[str, Any]) -> None:
 
 
 def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> Tell | None:
-    """The function that tells diffusers' ``callback`` of each round of ``pipe``, with the
-    ``inputs`` that it asked for (None: all).
+    """A function that calls diffusers' ``callback`` after each round of ``pipe`` with the tensors
+    named by ``inputs`` (None: all).
 
     Raises ``ValueError`` for a callback that cannot be called, and for unknown inputs.
     """
@@ -112,8 +113,8 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
 
 
 class SoFar(NamedTuple):
-    """A batch after a round: the ``fewest`` tokens (or scales) that a picture has, how many
-    ``pictures`` that is worth in all, and the ``tokens`` of all, ``NOT_DRAWN`` where none is yet.
+    """A batch after a round: the ``fewest`` tokens (or scales) drawn of any picture, the tokens
+    drawn in all as a number of ``pictures``, and all ``tokens`` (``NOT_DRAWN`` where none is yet).
     """
 
     fewest: int
@@ -123,15 +124,15 @@ class SoFar(NamedTuple):
 
 @dataclass(frozen=True)
 class PicturesSoFar:
-    """Event for watchers within a call: the pictures' worth of tokens that it has drawn."""
+    """Event for watchers within a call: the tokens drawn so far, as a number of pictures."""
 
     pictures: float
 
 
 @dataclass
 class Watch:
-    """What ``pipe`` does after each round of a batch: call the user's function, move the bar, and
-    look whether the user has interrupted.
+    """Runs after each round of a batch of ``pipe``: calls the user's callback, moves the progress
+    bar, and checks whether the user has interrupted.
     """
 
     pipe: Any
@@ -140,7 +141,7 @@ class Watch:
     moved: float = 0.0
 
     def __call__(self, round_: int, so_far: Callable[..., SoFar], *of: Any) -> bool:
-        """Whether the user has interrupted; ``so_far(*of)`` is asked only where somebody looks."""
+        """Whether the user has interrupted; ``so_far(*of)`` is called only if a callback asks."""
         due = self.move is not None and time.perf_counter() - self.moved > OFTEN
         if due or self.tell is not None:
             partial = so_far(*of)
@@ -153,7 +154,8 @@ class Watch:
 
 
 def negatives_of(given: str | Sequence[str] | None, count: int) -> list[str | None]:
-    """The negative prompt of each of ``count`` prompts: the one text ``given``, or its own.
+    """The negative prompt of each of ``count`` prompts: ``given``, if it is one text, else one of
+    its ``count`` texts each.
 
     Raises ``ValueError`` for another number of texts and for values that are not texts.
     """
@@ -179,8 +181,8 @@ def listed(classes: Classes) -> list[Any]:
 
 
 def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:
-    """Ids of class names or ids (also as text, "3"); raises ``ValueError`` with a suggestion for an
-    unknown one.
+    """Ids of class names or ids (``"3"``, too); ``ValueError`` with a suggestion for an unknown
+    one.
     """
     return [_class_id(item, names, count) for item in wanted]
 
@@ -201,8 +203,8 @@ def _class_id(item: object, names: Sequence[str], count: int) -> int:
 
 
 def labels_of(pipe: Any, wanted: Classes | None, repeats: int = 1) -> Tensor:
-    """Labels that ``pipe`` draws for ``wanted`` classes, ``repeats`` of each; raises ``ValueError``
-    for none and as :func:`class_ids`.
+    """Class ids that ``pipe`` draws for ``wanted`` classes, ``repeats`` of each; raises
+    ``ValueError`` for no class and as :func:`class_ids` does.
     """
     each = [] if wanted is None else listed(wanted)
     if not each:
@@ -212,10 +214,11 @@ def labels_of(pipe: Any, wanted: Classes | None, repeats: int = 1) -> Tensor:
 
 
 def pictures_as(output_type: str, drawn: Sequence[Tensor], tokens: Tensor) -> Pictures:
-    """Pictures ``drawn`` [N, R, R, 3] uint8 in parts, as diffusers gives them: "pil" as images,
-    "np" float32 [N, R, R, 3] and "pt" float32 [N, 3, R, R] in [0, 1], "uint8" as arrays.
+    """Pictures ``drawn`` [N, R, R, 3] uint8 (a list of batches) in the ``output_type`` of
+    diffusers: "pil" as images, "np" float32 [N, R, R, 3] and "pt" float32 [N, 3, R, R] in [0, 1],
+    "uint8" as arrays.
 
-    "latent", which has no pixels, gives the ``tokens``.
+    "latent" gives the ``tokens`` instead of pixels.
     """
     if output_type == "latent":
         return tokens

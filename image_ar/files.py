@@ -1,7 +1,7 @@
-"""Files of image models: settings beside them, configurations, and weights as modules and back.
+"""Reads and writes the files of image models: settings, configurations and weights.
 
-Sizes come from a ``config.json`` beside the weights, else from the shapes of the weights, as far as
-these tell. What is written has the official parameter names.
+Sizes come from a ``config.json`` beside the weights, else from the weights' shapes where these
+determine them. Written files have the official parameter names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def with_options(settings: T, **options: object) -> T:
-    """``settings`` with every option that is not None in place of its own."""
+    """``settings`` with each option that is not None replaced."""
     given = {k: v for k, v in options.items() if v is not None}
     return replace(settings, **given)
 
@@ -66,8 +66,8 @@ def write_settings(settings: DataclassInstance, folder: Path) -> None:
 
 
 def write_index(family: str, folder: Path) -> None:
-    """Write the ``family`` of the model in ``folder``, by which it is opened, and the file that
-    diffusers opens it by.
+    """Write an index with the ``family`` of the model in ``folder``, and the code by which
+    diffusers opens it.
     """
     index = {"_class_name": OPENED_BY, "_specmm_version": __version__, "family": family}
     (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
@@ -115,8 +115,8 @@ def read_config(path: str | Path, kind: type[T]) -> T | None:
     """The ``kind`` of configuration in the ``config.json`` beside ``path``'s weights; None when
     there is none.
 
-    A file of another program (LANTERN's, a hub's) has no ``model`` of ours in it and counts as
-    none. Raises ``ValueError`` for one of ours that is not JSON, describes another kind of model or
+    A file that another program wrote (LANTERN, a hub) lacks our ``model`` entry and counts as none.
+    Raises ``ValueError`` for a file of ours that is not JSON, describes another kind of model or
     holds unknown names.
     """
     file = weights_file(path).with_name("config.json")
@@ -152,8 +152,8 @@ def count(state: Mapping[str, Tensor], pattern: str) -> int:
 def stack_sizes(
     state: Mapping[str, Tensor], source: str | Path, levels: str = "down", block: str = "block"
 ) -> dict[str, Any]:
-    """``ch``, ``ch_mult`` and ``num_res_blocks`` of an autoencoder's ``state``, whose encoder calls
-    its ``levels`` and their residual ``block``s so.
+    """``ch``, ``ch_mult`` and ``num_res_blocks`` from an autoencoder's ``state``; ``levels`` and
+    ``block`` are the names of its encoder's levels and residual blocks.
     """
     ch = shape_of(state, "encoder.conv_in.weight", source)[0]
     each = range(count(state, rf"encoder\.{levels}\.(\d+)\."))
@@ -166,8 +166,8 @@ def stack_sizes(
 
 
 def check_shared(message: str, shared: Mapping[str, Sequence[str]], ours: Any, theirs: Any) -> None:
-    """Raise ``ValueError`` unless the configurations ``ours`` and ``theirs`` agree on ``shared``
-    facts, which are given by name, with the attribute in both, or the attributes in each.
+    """Raise ``ValueError`` unless the configurations ``ours`` and ``theirs`` agree on all
+    ``shared`` facts: each fact's name with its attribute in both, or with the attribute in each.
 
     ``message`` is the error's text, with a fact's ``{name}`` and values ``{ours}``, ``{theirs}``.
     """
@@ -182,7 +182,7 @@ def _names(kind: type[DataclassInstance]) -> list[str]:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists of JSON as the tuples they were."""
+    """``value`` read from JSON, with lists turned back into tuples."""
     if isinstance(value, dict):
         return {k: _frozen(v) for k, v in value.items()}
     return tuple(_frozen(v) for v in value) if isinstance(value, list) else value

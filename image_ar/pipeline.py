@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """A family's ``…Pictures`` class and its module, its methods by name, and those that
+    """A family's ``…Pictures`` class and its module, its methods by name, and the methods that
     ``specmm bench`` compares by default.
     """
 
@@ -91,13 +91,13 @@ class ImagePipeline:
         a hub id, by its family's ``from_pretrained``.
 
         It runs on this machine's best device, in the fastest dtype there, unless ``device`` and
-        ``dtype`` (or ``torch_dtype``) say otherwise. ``drafter`` is what models of tokens draft
-        with where it is not in the folder, ``small`` the small model beside a MAR or a VAR,
-        ``text_encoder`` a LlamaGen's for prompts. Models of transformers take ``device_map``,
+        ``dtype`` (or ``torch_dtype``) say otherwise. ``drafter`` is a drafter for a token model if
+        its folder has none, ``small`` the small model for a MAR or a VAR, ``text_encoder`` a
+        LlamaGen's encoder of prompts. Models of transformers take ``device_map``,
         ``quantization_config`` and ``variant``. ``revision`` and ``cache_dir`` are a hub id's,
         ``file`` chooses one of a repository's models, ``download`` agrees to fetch more than a
         gigabyte. Raises ``ValueError`` for a model that cannot be found, fetched or read, and for
-        what its family does not take.
+        options that its family does not take.
         """
         given = dict(
             device=device,
@@ -146,7 +146,7 @@ def open_pictures(
 
 
 def family_of(name: str | Path) -> ImageFamily:
-    """The family of a model; raises ``ValueError`` for one not found or of an unknown family.
+    """The family of a model; ``ValueError`` if the model is not found or its family unknown.
 
     Nothing is fetched for a model of several published files.
     """

@@ -1,8 +1,8 @@
-"""What a picture was drawn from, as a record in its file: enough to draw it again, bit for bit on
-the same machine.
+"""Records in picture files: all inputs of a picture, enough to draw it again, bit for bit on the
+same machine.
 
-Rounding depends on the pictures that are drawn together, so a record names them, too, unless they
-were drawn within ``batch_invariant()``.
+Rounding depends on the pictures of a batch, so a record names the whole batch, unless it was drawn
+within ``batch_invariant()``.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def _wanted(pipe: Any, given: Mapping[str, Any]) -> list[Record]:
 
 
 def made_by(source: Record, files: str, options: Record, network: nn.Module) -> Record:
-    """What results have in common: models by name and their files' digest, ``options`` of the call,
-    and everything that numbers of ``network`` depend on here and now.
+    """The facts that all results of a call share: the model's name and its files' digest, the
+    ``options`` of the call, and the machine, versions and settings on which numbers of ``network``
+    depend.
     """
     weight = next(network.parameters())
     return {
@@ -128,7 +129,7 @@ def versions() -> dict[str, str]:
 
 
 def processor(device: torch.device) -> str:
-    """The kind of processor, by which products are rounded."""
+    """The kind of processor, on which the rounding of matrix products depends."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
@@ -171,8 +172,8 @@ def write_pictures(
 ) -> None:
     """Write each of the ``pictures`` with its record to one of ``files``.
 
-    Raises ``ValueError`` for another number of files, an unknown file format, and for arrays that
-    are no pictures.
+    Raises ``ValueError`` for another number of files, an unknown file format, and for arrays
+    instead of images.
     """
     if len(files) != len(records):
         raise ValueError(f"files must be one for each of {len(records)} pictures, got {len(files)}")
@@ -186,7 +187,7 @@ def write_pictures(
 
 
 def read_record(file: Path | IO[bytes]) -> Record:
-    """The record in a picture's ``file``; {} if the file has none of ours."""
+    """The record in a picture's ``file``; {} if specmm did not write one."""
     with Image.open(file) as image:
         text = image.info.get(KEY) or image.getexif().get(DESCRIPTION) or "{}"
     try:

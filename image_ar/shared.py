@@ -51,8 +51,8 @@ M = TypeVar("M", bound=methods.Declared)
 @dataclass
 class ImageOutput(Mapping[str, Any]):
     """``images`` (see :func:`specmm.image_ar.calls.pictures_as`), ``tokens`` [B, …], ``stats``,
-    ``certificate``, ``method``; ``compiled`` [B] says which pictures programs were run for, and
-    ``records`` [B] from what each can be drawn again (:mod:`specmm.image_ar.records`).
+    ``certificate``, ``method``; ``compiled`` [B] says which pictures ran compiled, and ``records``
+    [B] hold the inputs from which each can be drawn again (:mod:`specmm.image_ar.records`).
 
     Fields can also be indexed by name and by number, as in diffusers' outputs.
     """
@@ -66,7 +66,7 @@ class ImageOutput(Mapping[str, Any]):
     records: list[dict[str, Any]]
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """All of them."""
+        """All fields."""
         return tuple(getattr(self, name) for name in self)
 
     def save(self, *files: str | Path) -> None:
@@ -91,12 +91,12 @@ class ImageOutput(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Batch(Generic[M]):
-    """Pictures drawn together: the classes or prompts they are ``of``, and a generator for each.
+    """Pictures drawn together: their classes or prompts (``of``), and a generator for each.
 
-    ``method`` is fully resolved. ``target`` says how they are sampled; they are drawn ``on`` it, or
-    on its compiled form (the pipeline's ``quick``). ``rows`` are drawn at once, the others as rows
-    end; ``ended`` is called with the number that did, ``watch`` after each round, which says
-    whether to end then. The ``record`` of method auto stores their seconds.
+    ``method`` is fully resolved. ``target`` says how they are sampled; they are drawn ``on`` it or
+    on its compiled form (the pipeline's ``quick``). ``rows`` pictures are drawn at once, further
+    ones as rows end. ``ended`` is called with the number of rows that ended, and ``watch`` after
+    each round; it returns whether to stop. The ``record`` of method auto stores the seconds.
     """
 
     of: Any
@@ -114,8 +114,8 @@ class Batch(Generic[M]):
 class Drawn:
     """A batch: ``tokens`` [B, …], and the ``latents`` that its pixels are decoded from.
 
-    ``measured`` is the number of tokens that the certificate's total variation is the mean of.
-    ``whole`` is False where the user has interrupted: tokens are those so far.
+    ``measured``: the number of tokens over which the certificate's total variation is averaged.
+    ``whole`` is False if the user interrupted: ``tokens`` then hold the tokens so far.
     """
 
     tokens: Tensor
@@ -128,9 +128,9 @@ class Drawn:
 
 @dataclass
 class Moving:
-    """Moves the ``bar`` of a call within its ``count`` pictures, of which so many are ``done``.
+    """Moves the progress ``bar`` of a call of ``count`` pictures, ``done`` of which are finished.
 
-    Of the bar, which may be a user's own (``pipe.progress_bar``), only ``update`` is needed.
+    The bar may be a user's (``pipe.progress_bar``); only its ``update`` is called.
     """
 
     bar: Any
@@ -139,7 +139,7 @@ class Moving:
     shown: float = 0.0
 
     def needed(self) -> bool:
-        """Whether anybody looks: on a GPU it would wait for each round."""
+        """Whether the bar or a watcher shows moves; on a GPU each makes the host wait."""
         return is_watched() or not getattr(self.bar, "disable", False)
 
     def ended(self, count: int) -> None:
@@ -302,7 +302,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @abstractmethod
     def claimed(self, target: Any) -> Mapping[str, object]:
-        """The settings of ``target`` that certificates are about."""
+        """The settings of ``target`` that a certificate names."""
 
     @abstractmethod
     def quick(self, target: Any, method: M, batch: int) -> Any:
@@ -329,11 +329,11 @@ class PicturePipeline(ABC, Generic[M]):
         return sample_generators(count, self.device, given["generator"], given["seed"])
 
     def turns(self, method: M, tell: Tell | None) -> int:
-        """Batches that one loop of ``method`` draws."""
+        """The number of batches that one loop of ``method`` draws."""
         return 1
 
     def ran_as(self, method: M, decided: M, reason: str) -> str:
-        """The name of a run of ``method``, which was ``decided`` to be another for a ``reason``."""
+        """The name for a run of ``method`` and, if it chose another method, the ``reason``."""
         return f"{method.name}: {reason}" if reason else method.name
 
     if TYPE_CHECKING:  # from the next class in the MRO: diffusers' pipeline, or ``Alone``
@@ -342,10 +342,10 @@ class PicturePipeline(ABC, Generic[M]):
             """Hold networks by name."""
 
         def progress_bar(self, iterable: Iterable[Any] | None = None, total: int = 0) -> Any:
-            """The bar of a call."""
+            """The progress bar of a call."""
 
         def set_progress_bar_config(self, **options: Any) -> None:
-            """``options`` of tqdm for the bar of each call."""
+            """Set ``options`` of tqdm for the progress bars of later calls."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move all networks to a device or dtype; programs and derived values are recreated."""
@@ -420,7 +420,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @property
     def takes(self) -> Literal["classes", "prompt"]:
-        """The kind of input that a picture is drawn from."""
+        """The kind of input: classes or prompts."""
         return "classes"
 
     @property
@@ -429,7 +429,7 @@ class PicturePipeline(ABC, Generic[M]):
         return int(getattr(self.transformer.config, "grid", 0))
 
     def padded(self, asked: Any) -> bool:
-        """Whether pictures ``asked`` for together are padded to the longest, and round by it."""
+        """Whether ``asked`` inputs are padded to the longest, which changes their rounding."""
         return False
 
     def length_of(self, prompt: str) -> int:
@@ -454,19 +454,19 @@ class PicturePipeline(ABC, Generic[M]):
         return {name: getattr(settings, name) for name in self.sampling_options}
 
     def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
-        """The decisions whether ``batch`` pictures at a time are drawn by ``method`` on ``target``
-        or compiled.
+        """Decides whether ``batch`` pictures at a time are drawn by ``method`` compiled or on
+        ``target``.
         """
         key = (method, *self.work(target), batch)
         make = partial(self.quick, target, method, batch)
         return self.works.begin(compiled, target, make, self.transformer, key)
 
     def work(self, target: Any) -> tuple[Any, ...]:
-        """The properties of ``target`` that a picture's seconds depend on."""
+        """The properties of ``target`` on which a picture's seconds depend."""
         return (target,)
 
     def timed(self, method: M) -> bool:
-        """Whether the tokens that ``method`` draws depend on seconds measured on this machine."""
+        """Whether the tokens of ``method`` depend on seconds measured on this machine."""
         return method.timed
 
     def runnable(self, usual: list[M]) -> list[M]:
@@ -526,7 +526,7 @@ def of_diffusers(kind: type[Any]) -> type[Any]:
 
 
 def made_when_asked(kind: Any) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a family's module: its ``…Pipeline``, for whoever asks for it."""
+    """The ``__getattr__`` of a family's module, which makes its ``…Pipeline`` on first use."""
 
     def attribute(name: str) -> Any:
         if name == kind.__name__.replace("Pictures", "Pipeline"):

@@ -45,8 +45,8 @@ EXAMPLE = "a red apple on a table"  # measurements before the first prompt use i
 
 
 class Wanted(NamedTuple):
-    """A picture: the ids of its prompt, those that guidance leads ``away`` from, the prompt's
-    ``text``, and ``options`` of the diffusion model that paints it.
+    """A picture to draw: the ids of its prompt, the ids of the prompt that guidance leads ``away``
+    from, the prompt's ``text``, and ``options`` for a diffusion model that paints it.
     """
 
     ids: list[int]
@@ -113,7 +113,7 @@ class TransformersImagePictures(TokenPictures):
         """A pipeline of a folder or hub id, on this machine's best device and in its fastest dtype
         unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        A ``drafter`` is one's own (see :func:`specmm.register`). ``device_map``,
+        A ``drafter`` is a third-party object (see :func:`specmm.register`). ``device_map``,
         ``quantization_config`` and ``variant`` are transformers'; ``revision`` and ``cache_dir``
         are a hub id's. Raises ``ValueError`` for any other drafter, and for ``text_encoder``: these
         models read prompts themselves.
@@ -142,7 +142,7 @@ class TransformersImagePictures(TokenPictures):
     def save_pretrained(  # type: ignore[override]  # in the dtype that was loaded
         self, folder: str | Path, **diffusers: Any
     ) -> None:
-        """Write model, tokenizer, settings, and what pixels are made with."""
+        """Write the model, its tokenizer and settings, and the decoder of its pixels."""
         check_saving(diffusers)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ class TransformersImagePictures(TokenPictures):
 
     @property
     def components(self) -> dict[str, Any]:
-        """Networks and tokenizer; what else the pipeline is made of comes from the folder."""
+        """Networks and tokenizer; all other parts of the pipeline come from the folder."""
         return {name: getattr(self, name) for name in ("transformer", "tokenizer")}
 
     def __call__(
@@ -296,8 +296,8 @@ class TransformersImagePictures(TokenPictures):
         return self._decoder
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, H, W, 3] uint8 of tokens [B, T] of the size that was drawn last; some code
-        is shown where they are ``NOT_DRAWN``, as a callback's may be.
+        """Pictures [B, H, W, 3] uint8 of tokens [B, T], in the size that was drawn last. An
+        arbitrary code is shown where a callback's tokens are ``NOT_DRAWN``.
 
         Raises ``ValueError`` for models whose pixels a diffusion model paints.
         """
@@ -363,7 +363,7 @@ def _prompt(target: PictureTarget, pictures: Sequence[Wanted]) -> VLMPrompt:
 
 
 def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
-    """The model in ``folder``; raises ``ValueError`` for one without what draws pictures."""
+    """The model in ``folder``; raises ``ValueError`` if it cannot draw pictures."""
     names = ModelFolder(folder).weights
     if names and not any(facts.scores in name for name in names):
         raise ValueError(

@@ -1,7 +1,7 @@
 """VQGAN's decoder from codes to pixels, as published for Chameleon's image tokenizer.
 
-transformers' Chameleon lacks it. Its weights are in the tokenizer's own file, which Chameleon,
-Anole and Lumina-mGPT share, or among a conversion's weights.
+transformers' Chameleon lacks it. The weights are in the image tokenizer's own file, which
+Chameleon, Anole and Lumina-mGPT share, or among the weights of a converted model.
 
 Source: VQGAN (arXiv 2012.09841). Shape letters: B batch, h rows, w columns, E code width.
 """
@@ -55,8 +55,7 @@ class VQGANDecoder(nn.Module):
 
 
 def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
-    """The decoder in or beside the model in ``folder``, by its ``vq_config``; None if there is
-    none.
+    """The decoder in or beside the model in ``folder``, sized by its ``vq_config``, or None.
 
     Raises ``ValueError`` for a file that does not fit the config.
     """
@@ -72,7 +71,7 @@ def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
 
 def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
     """Load the weights published beside the model in ``folder`` into its ``vqmodel``, which was
-    saved without them. Returns whether there are any.
+    saved without weights. Returns whether any are there.
     """
     file = _published(folder)
     if file is not None:
@@ -83,8 +82,8 @@ def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
 
 
 def keep_decoder(folder: Path, into: Path) -> None:
-    """Copy the decoder beside the model of ``folder`` ``into`` another folder, if there is one;
-    weights inside the model's own files, which transformers would drop, get a file of their own.
+    """Copy the decoder beside the model of ``folder``, if any, ``into`` another folder. Decoder
+    weights inside the model's own files, which transformers would drop, get a separate file.
     """
     if (folder / DIFFUSERS).is_dir():
         shutil.copytree(folder / DIFFUSERS, into / DIFFUSERS, dirs_exist_ok=True)

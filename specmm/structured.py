@@ -239,9 +239,7 @@ class Spelling:
 
     @classmethod
     def of(cls, matchers: Matchers, tokenizer: PreTrainedTokenizerBase) -> Spelling:
-        """Spells the text that ``matchers`` force in tokens of ``tokenizer``, whose table is made
-        once.
-        """
+        """Spells the text that ``matchers`` force in ``tokenizer``'s tokens; makes one table."""
         known = _compiled.setdefault(tokenizer, {})
         if cls not in known:
             texts = list(matchers.compiled[0].tokenizer_info.decoded_vocab)

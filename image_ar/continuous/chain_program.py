@@ -1,10 +1,10 @@
 """Speculation along denoising chains as a compiled program, which runs rounds until all rows end.
 
 It runs the rounds of :mod:`specmm.image_ar.continuous.chain_round` with the same random numbers
-that the host would use, for pictures of equally many rows. When a picture's numbers run out, more
-are drawn in the host's order, because one generator feeds both streams. A round whose residual
-needs more proposals than the program has is left to the host. Shape letters as there; B pictures of
-n rows, R = B·n.
+that the host would use, for pictures of equally many rows. When a picture's numbers run out, the
+host draws more, in the order of its own rounds, because one generator feeds both streams. The host
+also runs a round whose residual needs more proposals than the program holds. Shape letters as in
+that module; B pictures of n rows, R = B·n.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Fixed(NamedTuple):
 
 
 class ChainProgram:
-    """Speculation for so many ``pictures``, whose rounds ``run`` plays: :func:`run_rounds` or a
-    compiled form of it.
+    """Speculation for ``pictures`` pictures at a time. ``run`` runs the rounds: :func:`run_rounds`
+    or its compiled form.
     """
 
     def __init__(
@@ -85,9 +85,7 @@ class ChainProgram:
         self.fixed = (bound.head.weights, bound.table, windows, numbers)
 
     def __call__(self, rows: list[Tensor], streams: tuple[PictureStreams, PictureStreams]) -> None:
-        """Replace ``rows``, tensors of ``ChainRows``, by their state after as many rounds as the
-        program can play.
-        """
+        """Advance ``rows``, tensors of ``ChainRows``, in place by all rounds the program can run."""
         left = (rows[0] < self.steps).view(self.batch, -1).any(1)
         there = left.nonzero().flatten().tolist()
         moved = rows
@@ -106,7 +104,7 @@ class ChainProgram:
     def _numbers(
         self, pictures: list[int], stream: PictureStreams, each: int
     ) -> tuple[Tensor, list[int]]:
-        """The next numbers of ``pictures`` [B, n · ``each``], and how many there are of each."""
+        """The next numbers of ``pictures`` [B, n · ``each``] from ``stream``, and their counts."""
         most = self.each * each
         numbers = torch.zeros(self.batch, most)
         stored = [0] * self.batch
@@ -170,7 +168,7 @@ def next_state(fixed: Fixed, state: State) -> State:
 
 
 class _GivenChain:
-    """The :class:`~specmm.image_ar.continuous.chain_round.Chain` made of ``fixed`` tensors."""
+    """A :class:`~specmm.image_ar.continuous.chain_round.Chain` with the ``fixed`` tensors."""
 
     def __init__(self, fixed: Fixed) -> None:
         self.fixed = fixed
@@ -218,7 +216,7 @@ class _GivenNumbers:
         return self._take(1, rows, count)
 
     def chosen(self, rows: Mask) -> Any:
-        """All rows: a program decides nothing on the host."""
+        """All rows: a program cannot choose rows on the host."""
         return slice(None)
 
     def needed(self, rows: Mask) -> bool:

@@ -97,8 +97,8 @@ def speculate(
 
 
 class ChainRun:
-    """The rounds of one ``speculate``; their ``state`` is of all rows, finished ones too. The
-    host's :class:`~specmm.image_ar.continuous.chain_round.Chain`.
+    """The rounds of one :func:`speculate` on the host, with the ``state`` of all rows, including
+    finished rows. Implements :class:`~specmm.image_ar.continuous.chain_round.Chain`.
     """
 
     state: ClassVar[tuple[str, ...]] = ("rows",)
@@ -163,7 +163,7 @@ class ChainRun:
             finite(torch.from_numpy(p.mean))
 
     def lack(self, lost: Mask) -> None:
-        """The host draws as many proposals as there are to be."""
+        """Does nothing: the host draws as many proposals as a residual needs."""
 
 
 def take(stream: Stream, rows: list[int], width: int) -> Array:

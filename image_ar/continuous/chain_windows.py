@@ -103,12 +103,12 @@ def _total(x: Array) -> Array:
 
 
 class Response(NamedTuple):
-    """How far predictions of x0 followed the steps of their windows, relative to the movement that
-    the predicted variances imply; by row, newer windows counting more.
+    """How far predictions of x0 followed the steps of their windows, as a share of the movement
+    that the predicted variances imply: one share a row, averaged with more weight on newer windows.
 
     In η the derivative of E[x0] is Var(x0) (Tweedie's formula), so after a step w the prediction m'
     differs from m by V·Δ·(w - m'), if V is the variance. The share is the least-squares fit, in
-    units of V, over all points of a window, including those after the first rejection, which the
+    units of V, over all points of a window, including points after the first rejection, which the
     target also scored. It depends only on earlier rounds, so drafts stay exact for any share.
     """
 

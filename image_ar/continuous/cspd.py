@@ -2,7 +2,7 @@
 
 Source: CSpD (arXiv 2411.11925, section 3) and facts measured on its release. A small model drafts
 tokens with the same noise at every denoising step as the target will use ("aligned"), and the first
-iterations are the target's own. The target is computed once for a whole window, without seeing the
+iterations are the target's own. The target runs once for a whole window, without reading the
 window's drafts, and no position is discarded.
 
 A token's chain ends in a step whose Gaussian has a mean (the token itself, since no noise is added
@@ -182,7 +182,7 @@ class DraftWindow:
 
 
 class CSpDModel:
-    """One of the two models with its head: makes tokens of given noise, with their chains' ends."""
+    """One of the two models with its head: turns noise into tokens and the ends of their chains."""
 
     def __init__(
         self, model: MAR, labels: Tensor | None, batch: int, settings: MARSettings
@@ -206,8 +206,9 @@ class CSpDModel:
 
 @dataclass
 class CSpDBatch:
-    """Two models and what they draw: ``orders`` [B, L], ``noise`` [B, L, S + 1, C] of every
-    position, which both models' chains use, and the numbers of each picture's acceptance.
+    """Two models and the inputs of their pictures: ``orders`` [B, L], ``noise`` [B, L, S + 1, C] of
+    every position, which the chains of both models use, and the random numbers of each picture's
+    acceptance.
     """
 
     target: CSpDModel
@@ -218,7 +219,7 @@ class CSpDBatch:
 
 
 class Made(NamedTuple):
-    """``tokens`` [B, n, C] at positions ``where`` [B, n], and how their chains ``ends`` [B · n]."""
+    """``tokens`` [B, n, C] at positions ``where`` [B, n], and their chains' ``ends`` [B · n]."""
 
     where: Tensor
     tokens: Tensor
@@ -226,7 +227,7 @@ class Made(NamedTuple):
 
 
 class CSpDRun:
-    """Tokens [B, L, C] so far, by position how the chains of drafts ended [3, B, L, C], and the
+    """The tokens so far [B, L, C], the ends of the drafts' chains by position [3, B, L, C], and the
     counts of the run.
     """
 
@@ -253,7 +254,7 @@ class CSpDRun:
         return MARProgress(self.tokens, self.orders.shape[1], stats)
 
     def make(self, model: CSpDModel, part: Iteration) -> None:
-        """Compute ``part`` of every picture by ``model``, and write its tokens."""
+        """Draw ``part`` of every picture with ``model``, and store its tokens."""
         where, tokens, ends = self.compute(model, part)
         self.tokens[self.pictures, where] = tokens
         self.ends[:, self.pictures.cpu().numpy(), where.cpu().numpy()] = np.stack(ends).reshape(
@@ -261,8 +262,8 @@ class CSpDRun:
         )
 
     def verify(self, rule: ReleaseRule, part: Iteration) -> None:
-        """Compare the drafts of ``part`` with the target's own tokens, as if nothing were drafted
-        in it, and replace those that are rejected.
+        """Compare the drafts of ``part`` with tokens that the target draws without reading them,
+        and replace rejected drafts.
         """
         where, _, ends = self.compute(self.batch.target, part)
         for b, (places, numbers) in enumerate(zip(where, self.batch.numbers, strict=True)):
@@ -294,8 +295,8 @@ class CSpDRun:
 def decode_release(
     batch: CSpDBatch, rule: ReleaseRule, window: DraftWindow
 ) -> Iterator[MARProgress]:
-    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration. Drafts
-    that are not yet verified do not count as tokens.
+    """Draw the pictures of ``batch`` as CSpD's release does, yielding after each iteration.
+    Unverified drafts do not count as tokens.
     """
     run = CSpDRun(batch)
     length = begun = batch.orders.shape[1]

@@ -129,8 +129,8 @@ FORWARDS = {
 
 
 def check_plain(net: SimpleMLPAdaLN) -> None:
-    """Raise ``ValueError`` for adapters, hooks and forwards of others in ``net``, whose chains
-    multiply by the weights of its layers and would pass over them.
+    """Raise ``ValueError`` for adapters, hooks and replaced forwards in ``net``: its chains
+    multiply by the layers' weights directly and would skip them.
     """
     for name, module in net.named_modules():
         if name.partition(".")[0] == "cond_embed":  # it is called
@@ -154,7 +154,7 @@ class DiffLoss(nn.Module):
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weights of a prediction, outside of their modules.
+    """The head's weights as plain tensors, outside their modules.
 
     At one token a call, looking them up costs as much as the arithmetic.
     """
@@ -200,15 +200,15 @@ class HeadWeights:
 
 
 def _linear_of(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The function that multiplies by a layer's weights. In a CPU program, for a single row, a
-    library call would take longer than the product itself.
+    """The function that applies a linear layer to ``x``. In a CPU program, for one row, calling a
+    library would take longer than the product itself.
     """
     one = torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
     return _one_row if one else F.linear
 
 
 def _one_row(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``F.linear`` as a sum, which becomes part of the program."""
+    """``F.linear`` written as a sum, which the compiler can fuse into the program."""
     return (x.unsqueeze(-2) * weight).sum(-1) + bias
 
 
@@ -270,8 +270,8 @@ class BoundHead:
         return self._predict(x, modulations)
 
     def window(self, rows: list[int], first: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
-        """(eps, v) [N, W, C] of ``x`` [N, W, C] for some ``rows``, row rows[n] from step first[n]
-        on (at most S-1).
+        """(eps, v) [N, W, C] of ``x`` [N, W, C] for N of the rows: row rows[n] at W steps from step
+        first[n] on (steps beyond S-1 count as S-1).
         """
         width = x.shape[1]
         last = len(self.head.times) - 1
@@ -297,8 +297,8 @@ class BoundHead:
 def guided(
     weights: HeadWeights, x: Tensor, modulations: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Noise, guided by ``scale`` where G = 2, and variance (eps, v) [..., C] of ``x`` [..., C]
-    under ``modulations`` [..., G, F], float32.
+    """Predicted noise and variance (eps, v) [..., C] of ``x`` [..., C] under ``modulations`` [...,
+    G, F], float32; the noise is guided by ``scale`` if G = 2.
     """
     channels = x.shape[-1]
     x = x.to(weights.first[0].dtype)
@@ -322,8 +322,8 @@ def ancestral(
     """Tokens [R, C] by DDPM from ``noise`` [S + 1, R, C]: the start, then one for each step.
 
     The last step uses none. ``temperature`` multiplies the standard deviation of every step.
-    ``trace`` is filled with the steps' log standard deviations [R, C] at temperature 1, the last
-    step's among them.
+    ``trace`` receives the log standard deviations [R, C] of all steps at temperature 1, including
+    the last.
     """
     x = noise[0]
     last = len(steps.keep) - 1

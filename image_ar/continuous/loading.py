@@ -1,10 +1,10 @@
 """Reads and writes MAR and KL files, and checks which models may be used together.
 
-``checkpoint-last.pth`` holds the averaged weights under ``model_ema`` (which are loaded) beside the
-trained ones and the command line's arguments; ``kl16.ckpt`` holds its weights under ``model``. Both
-are read without running code. A small model is stored in ``small/`` beside the target, with its
-autoencoder's fingerprint in ``pair.json``: another autoencoder's latents have the same shapes but a
-different meaning.
+``checkpoint-last.pth`` holds the averaged weights under ``model_ema``, which are loaded, and also
+the raw weights and the command line's arguments; ``kl16.ckpt`` holds its weights under ``model``.
+Both are read without running code. A small model is stored in ``small/`` beside the target, with
+its autoencoder's fingerprint in ``pair.json``: another autoencoder's latents have the same shapes
+but a different meaning.
 """
 
 from __future__ import annotations
@@ -124,19 +124,19 @@ def infer_kl_config(state: Mapping[str, Tensor], source: str | Path = "") -> KLC
 
 
 def check_models(target: MAR, small: MAR) -> None:
-    """Raise ``ValueError`` when ``small`` makes other tokens than ``target``."""
+    """Raise ``ValueError`` if ``small`` does not draw tokens of the same form as ``target``."""
     message = "drafter's {name} must be the target's {ours}, got {theirs}"
     check_shared(message, SHARED, target.config, small.config)
 
 
 def check_vae(target: MAR, vae: AutoencoderKL) -> None:
-    """Raise ``ValueError`` when ``vae`` does not decode what ``target`` makes."""
+    """Raise ``ValueError`` if ``vae`` cannot decode the tokens of ``target``."""
     message = "autoencoder's {name} must be the transformer's {ours}, got {theirs}"
     check_shared(message, DECODED, target.config, vae.config)
 
 
 def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:
-    """Raise ``ValueError`` when a drafter's autoencoder of fingerprint ``found`` is not ``vae``."""
+    """Raise ``ValueError`` unless ``vae`` has the fingerprint ``found`` beside a drafter."""
     wanted = kl_fingerprint(vae)
     if found != wanted:
         raise ValueError(f"drafter's VAE must be the target's {wanted}, got {found} for {source}")

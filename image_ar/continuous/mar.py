@@ -139,7 +139,7 @@ class MARBlock(nn.Module):
 
 
 class MAR(nn.Module):
-    """An encoder of known tokens, a decoder of all positions, a diffusion head for the wanted."""
+    """An encoder of the known tokens, a decoder of all positions, and a diffusion head."""
 
     step_rows = 64  # see specmm.choose.threads
 

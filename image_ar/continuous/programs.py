@@ -63,8 +63,8 @@ class HeadPrograms:
     def speculation(
         self, bound: BoundHead, tables: WindowTables, temperature: float, pictures: int
     ) -> ChainProgram | None:
-        """Compiled speculation for the tokens of ``bound``, if there is at most one for each of so
-        many ``pictures``; else None (uncompiled): windows of more tokens are bound by arithmetic.
+        """Compiled speculation for the tokens of ``bound``, if each of ``pictures`` pictures has at
+        most one; else None (uncompiled), because arithmetic limits larger windows.
         """
         if not _served(bound) or len(bound) > pictures:
             return None
@@ -93,13 +93,13 @@ def run_chain(
 
 
 def _served(bound: BoundHead) -> bool:
-    """Whether programs serve the tokens of ``bound``."""
+    """Whether programs run the tokens of ``bound`` faster than uncompiled code."""
     return bound.table is not None and len(bound) <= FEW
 
 
 class MARGraphs:
-    """Graphs of a ``model``, one for each number of tokens, valid until its weights move in memory.
-    They share memory: one runs at a time.
+    """CUDA graphs of a ``model``, one for each number of tokens, valid until its weights move in
+    memory. They share memory, so only one can run at a time.
 
     Rounds of speculation are not captured: on an H200 a captured round of MAR-L takes as long as
     five plain steps and saves three.
@@ -115,7 +115,7 @@ class MARGraphs:
 
     @property
     def spent(self) -> bool:
-        """Whether the weights have moved since the first graph was recorded, or there are too many
+        """Whether the graphs must be recorded again: the weights have moved, or there are too many
         graphs, or they hold too much memory.
         """
         graphs = [graph for some in self.made.values() for graph in some.by_form.values()]
@@ -154,7 +154,7 @@ def check(
     batch: int,
     length: int,
 ) -> None:
-    """Raise ``ValueError`` if there are no programs for this on the ``head``'s device. On a CPU
+    """Raise ``ValueError`` if programs cannot run ``method`` on the ``head``'s device. On a CPU
     they must draw at least half of the ``length`` tokens of each of ``batch`` pictures.
     """
     if captures(head.device):

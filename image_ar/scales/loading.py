@@ -60,8 +60,9 @@ def load_vqvae(
 ) -> VQVAE:
     """The image tokenizer in ``path``, in evaluation mode; sizes and errors as in ``load_var``.
 
-    Its weights do not contain the sides of the scales: without ``patch_nums`` or ``config.json``
-    ten scales are taken to be for 256 px (give ``PATCHES_512`` for 512 px: both share one file).
+    The weights do not contain the sides of the scales. Without ``patch_nums`` or ``config.json``,
+    ten scales are assumed to be those for 256 px (give ``PATCHES_512`` for 512 px, which uses the
+    same file).
     """
 
     def make(sizes: VQVAEConfig) -> VQVAE:
@@ -137,13 +138,13 @@ def infer_vqvae_config(
 
 
 def check_tokenizer(model: VAR, vqvae: VQVAE) -> None:
-    """Raise ``ValueError`` naming what ``model`` and its tokenizer do not share."""
+    """Raise ``ValueError`` naming a size in which ``model`` and its tokenizer differ."""
     message = "transformer and tokenizer must share {name}, got {ours} and {theirs}"
     check_shared(message, {name: [name] for name in COMMON}, model.config, vqvae.config)
 
 
 def check_models(large: VAR, small: VAR) -> None:
-    """Raise ``ValueError`` naming what two models that are to draw one picture do not share."""
+    """Raise ``ValueError`` naming a size in which two models for one picture differ."""
     message = "the two models must share {name}, got {ours} (large) and {theirs} (small)"
     check_shared(message, {name: [name] for name in SHARED_BY_MODELS}, large.config, small.config)
 

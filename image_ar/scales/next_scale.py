@@ -27,9 +27,9 @@ Blocks: TypeAlias = Callable[..., Tensor]  # as VAR.run
 class FeatureMap:
     """The picture so far: ``tokens`` [B, L] of ``drawn`` scales, and ``f_hat`` [B, E, P, P].
 
-    f_hat is the sum of the scales' codes in VAR's algorithm 2. It depends on no model, so any model
-    with the same tokenizer can predict the next scale. ``ends`` are the least and largest logits
-    [K, 2] of predictions; if ``late``, the caller checks them after the last scale.
+    f_hat is the sum of the scales' codes in VAR's algorithm 2. It does not depend on the model, so
+    any model with the same tokenizer can predict the next scale. ``ends`` [K, 2] are the least and
+    largest logit of each scale; if ``late``, the caller checks them after the last scale.
     """
 
     state: ClassVar[tuple[str, ...]] = ("tokens", "f_hat", "ends", "_inputs")
@@ -82,9 +82,9 @@ class FeatureMap:
 class Session:
     """``model`` predicting pictures of ``labels`` [B] up to scale ``last``.
 
-    Holds all state (the class condition, computed once, and the KV cache), the model none: an
-    interrupted run leaves nothing. ``blocks`` may be a faster equivalent of :meth:`VAR.run` for
-    scales of few rows.
+    The session holds all state (the class condition, computed once, and the KV cache) and the model
+    none, so an interrupted run leaves no trace. ``blocks`` may be a faster equivalent of
+    :meth:`VAR.run` for scales of few rows.
     """
 
     state: ClassVar[tuple[str, ...]] = ("caches",)
@@ -148,7 +148,7 @@ class Session:
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def _stores(self, k: int) -> Sequence[ScaleCache | None]:
-        """The layers' caches for scale ``k``; None if no scale before or after needs them."""
+        """The layers' caches for scale ``k``; None if no earlier or later scale needs them."""
         first = self.schedule.starts[self.filled]
         config = self.model.config
         if k >= self.last and not first:

@@ -47,8 +47,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class ScaleSeconds:
-    """Seconds of each scale by the ``large`` and by the ``small`` model [K], of the small one's
-    pass over all scales at once, ``prefill``, and of decoding a batch.
+    """Seconds of each scale by the ``large`` and by the ``small`` model [K], of the small model's
+    pass over all scales at once (``prefill``), and of decoding a batch.
     """
 
     large: list[float]
@@ -57,8 +57,8 @@ class ScaleSeconds:
     decode: float
 
     def of(self, n: int, schedule: ScaleSchedule) -> float:
-        """Seconds of CoDe with ``n`` scales by the large model: the small one begins with a pass
-        over n + 1 scales, which takes longer by the token.
+        """Seconds of CoDe with ``n`` scales by the large model. The small model begins with a pass
+        over n + 1 scales, whose time grows with their tokens.
         """
         if not n < len(self.large):
             return sum(self.large) + self.decode
@@ -70,7 +70,7 @@ class ScaleSeconds:
 
 @dataclass(frozen=True)
 class CoDePlan:
-    """The choice for ``code`` with all it was chosen from."""
+    """The N chosen for ``code``, with the forecast of every N."""
 
     n: int
     reason: str
@@ -98,7 +98,7 @@ class CoDePlan:
 def plan_code(
     large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, settings: VARSettings
 ) -> CoDePlan:
-    """Measured cost of ``code`` by N for ``batch`` pictures at once, and the N chosen.
+    """Measures the cost of ``code`` by N for ``batch`` pictures at once, and chooses an N.
 
     ``settings`` hold the FID by N, and the N that the models are specialised for, if any.
     """
@@ -183,7 +183,7 @@ def time_decode(vqvae: VQVAE) -> float:
 def _plain(
     model: VAR, feature_map: FeatureMap, labels: Tensor, sampling: Sampling
 ) -> Callable[[range], list[float]]:
-    """A function that draws scales by ``model`` and returns the seconds of each."""
+    """A function that draws scales with ``model`` and returns each one's seconds."""
     uniforms = Uniforms([torch.Generator(model.device).manual_seed(i) for i in range(len(labels))])
     sampler = InverseCDF(sampling, uniforms, len(feature_map.schedule))
 
@@ -219,8 +219,8 @@ def model_memory(
 ) -> float:
     """Peak bytes beside the weights: the KV cache, and a layer's activations or the logits.
 
-    At its peak, in attention, a layer holds about ``ALIVE`` times its rows; in the last scale also
-    its own keys and values of all scales, joined, because they are not cached.
+    At its peak, in attention, a layer holds about ``ALIVE`` times its rows. In the last scale,
+    which is not cached, it also holds the joined keys and values of all scales.
     """
     if not scales:
         return 0.0

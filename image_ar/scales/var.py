@@ -106,7 +106,7 @@ class ClassCondition(NamedTuple):
 class ScaleCache:
     """One layer's ``keys`` and ``values`` [R, S, H, D]; queries attend to the first ``filled``.
 
-    Without ``keep``, new keys and values (of the last scale) are attended to once and not written.
+    Without ``keep``, new keys and values (of the last scale) are used once and not stored.
     """
 
     state: ClassVar[tuple[str, ...]] = ("keys", "values")
@@ -216,9 +216,7 @@ class VARBlock(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def condition(self, cond: Tensor) -> BlockCondition:
-        """The block's condition from the class embedding [R, C], or from the shared adaLN's output
-        [R, 1, 6, C].
-        """
+        """The block's condition from the class embedding [R, C] or the shared adaLN [R, 1, 6, C]."""
         if self.shared_aln:
             table = self.ada_gss + cond
         else:
@@ -336,7 +334,7 @@ class VAR(nn.Module):
         return x
 
     def normed(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:
-        """The head's input from ``run``'s output, in float32 whatever the weights' dtype."""
+        """The head's input from the output of ``run``; always float32."""
         return modulate(x.float(), *head, self.config.norm_eps)
 
     def logits(self, normed: Tensor) -> Tensor:

@@ -41,12 +41,12 @@ TRAINED = ("eagle", "block")
 class PictureParts:
     """The parts from which methods are assembled.
 
-    Drafters by kind, the codebook [W, E] and the ascending ids [W] of its tokens (None: all, in
-    order), the trees that the model's maker recommends by method (children by level of a spine),
-    the block drafter's measured acceptance by level and rank. ``taus``: block efficiencies of
-    methods without a tree to choose, by name. ``given``: kind of the drafter that the user passed
-    in. ``records`` hold the measurements of method auto; ``made`` shapes, rules and programs that
-    calls share, both by the facts they depend on.
+    Drafters by kind; the codebook [W, E] and the ascending ids [W] of its tokens (None: all
+    tokens); recommended trees by method (children by level of a spine); the block drafter's
+    measured acceptance by level and rank. ``taus``: block efficiencies of methods without a choice
+    of tree, by name. ``given``: the kind of the drafter that the user passed in. ``records`` hold
+    the measurements of method auto, and ``made`` the shapes, rules and programs that calls share,
+    both keyed by all that they depend on.
     """
 
     drafters: Mapping[str, DrafterHead] = field(default_factory=dict)
@@ -73,9 +73,7 @@ class PictureParts:
         return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
 
     def take_given(self, kind: str) -> None:
-        """Note that the user passed in the drafter ``kind``, and discard acceptance measured for
-        the model's own.
-        """
+        """Note that the user passed the drafter ``kind``; discard the model's own acceptance."""
         self.given = kind
         if kind == "block":
             self.acceptance = ()
@@ -99,8 +97,8 @@ class PictureParts:
 def assemble(
     method: Method, target: DrawingTarget, parts: PictureParts
 ) -> tuple[DrawingTarget, Drafter, Rule]:
-    """The parts of the loop for a ``method`` that drafts, not ``auto``; the target may be another
-    view of the model than the one given.
+    """The parts of the loop for a ``method`` that drafts, not ``auto``. The returned target may be
+    another view of the model than ``target``.
     """
     choice: methods.Choice | None = getattr(method, "choice", None)
     if choice is None:
@@ -157,7 +155,8 @@ def _neighbours(parts: PictureParts, k: int, target: DrawingTarget) -> tuple[Ten
     """Nearest codes [W, K + 1] of every code, checked against the target's, and the first code's
     id.
 
-    Ids between two codes' ids also get rows, of a token that never has any mass to borrow.
+    Ids between two codes' ids also get rows; their neighbours are a token without any mass to
+    borrow.
     """
     size = target.codes
     if parts.codebook is None or len(parts.codebook) != size:
@@ -200,7 +199,7 @@ def _block(
 def _eagle(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """EAGLE's head on a tree of fixed shape, or on one of another shape every round."""
+    """EAGLE's head on a tree of fixed shape, or on a tree that it grows every round."""
     tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), target.device)
     siblings = rule_kind(choice.rule).siblings or "distinct"
     return EagleDrafter(parts.head("eagle"), llamagen(target), tree, sampled, siblings)
@@ -209,9 +208,9 @@ def _eagle(
 def _jacobi(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """The Jacobi drafter: the target itself, on a chain of at most a picture. By default drafts are
-    coupled if the rule allows it. A relaxed rule begins with the last place's distribution: it
-    would accept too many copies of neighbours.
+    """The Jacobi drafter: the target itself, on a chain of at most a picture's length. By default
+    drafts are coupled if the rule allows it. Under a relaxed rule, first drafts are drawn from the
+    last place's distribution, because the rule would accept too many copies of neighbours.
     """
     kind = rule_kind(choice.rule)
     coupled = not looks_ahead(kind.rule)

@@ -69,16 +69,14 @@ class CaptionEncoder:
 def clean(prompt: str) -> str:
     """``prompt`` in lower case, HTML entities resolved, runs of space collapsed.
 
-    The release's further clean-up, meant for captions scraped from the web (addresses, file names,
-    shop phrases), is left out: it drops words that a person typed.
+    The release also removes addresses, file names and shop phrases from captions scraped from the
+    web; this is left out, because it would drop words that a person typed.
     """
     return " ".join(html.unescape(prompt).lower().split())
 
 
 def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Move right padding to the left: ``features`` [B, P, C] (padding zeroed) and ``mask`` [B, P]
-    bool.
-    """
+    """Move right padding of ``features`` [B, P, C] (zeroed) and ``mask`` [B, P] bool to the left."""
     places = torch.arange(mask.shape[1], device=mask.device)
     source = (places + mask.sum(1, keepdim=True)) % mask.shape[1]  # [B, P]
     flipped = mask.bool().flip(1)

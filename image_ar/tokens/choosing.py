@@ -58,8 +58,8 @@ def settled(
     pictures: int = 1,
     share: float = SHARE,
 ) -> tuple[Any, str, Record | None]:
-    """``method``, or what auto takes in its place for that many ``pictures``, ``batch`` at a time;
-    why, and the record that their seconds go to. Trials take a ``share`` of them.
+    """``method``, or the method that auto chooses for ``pictures`` pictures, ``batch`` at a time;
+    the reason; and the record for their seconds. Trials may take a ``share`` of the pictures.
     """
     if not isinstance(method, methods.Auto):
         return method, "", None
@@ -84,8 +84,8 @@ def settled(
 
 
 def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candidate]:
-    """Exact methods that serve: the usual tree of the block drafter, and Sequoia's where its
-    acceptance is known; SJD, a lookup where prompts are tokens.
+    """The exact methods that can draw with ``target``: the block drafter with its usual tree and,
+    if its acceptance is known, with Sequoia's; SJD; prompt lookup if prompts are tokens.
     """
     usual = methods.Speculative()
     trees = [Candidate(usual)]
@@ -110,7 +110,7 @@ def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candida
 
 
 def relaxed_methods() -> list[Method]:
-    """The methods whose certificate is "bounded", from little borrowed mass to much."""
+    """The methods whose certificate is "bounded", in ascending order of borrowed mass."""
     borrowing = (methods.LanternPP(lambda_=x, k=k) for x, k in BORROWING)
     return [methods.GSD(), *borrowing, methods.Lantern(drafter="block")]
 

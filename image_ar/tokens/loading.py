@@ -92,9 +92,7 @@ def load_gpt(
 def load_vq(
     path: str | Path, config: VQConfig | None = None, *, dtype: torch.dtype = torch.float32
 ) -> VQModel:
-    """The image tokenizer in the file or folder ``path``, in evaluation mode; sizes and errors as
-    ``load_gpt``.
-    """
+    """The image tokenizer in ``path``, in evaluation mode; sizes and errors as ``load_gpt``."""
     given = (path, VQModel, VQConfig, infer_vq_config, config)
     return load_module(*given, leftovers=VQ_LEFTOVERS, dtype=dtype)
 
@@ -108,8 +106,8 @@ def infer_gpt_config(
 ) -> GPTConfig:
     """Sizes of a LlamaGen ``state`` by its shapes; ``n_head`` also by the published sizes.
 
-    An old file's ``freqs_cis`` table [P + block_size, D/2, 2] tells both. Raises ``ValueError``
-    naming what is needed.
+    The ``freqs_cis`` table [P + block_size, D/2, 2] in an old file gives both. Raises
+    ``ValueError`` naming the sizes that must be given.
     """
     vocab_size, dim = shape_of(state, "tok_embeddings.weight", source)
     ffn_dim = shape_of(state, "layers.0.feed_forward.w1.weight", source)[0]
@@ -143,9 +141,7 @@ def _prefix_sizes(state: Mapping[str, Tensor], source: str | Path) -> dict[str, 
 
 
 def infer_vq_config(state: Mapping[str, Tensor], source: str | Path = "") -> VQConfig:
-    """Sizes of a VQ ``state`` by its shapes; the codebook counts as normalised, as in all published
-    ones.
-    """
+    """Sizes of a VQ ``state`` by its shapes; the codebook counts as normalised, as published."""
     size, width = shape_of(state, "quantize.embedding.weight", source)
     return VQConfig(
         codebook_size=size,
@@ -156,9 +152,7 @@ def infer_vq_config(state: Mapping[str, Tensor], source: str | Path = "") -> VQC
 
 
 def to_lantern(state: Mapping[str, Tensor]) -> State:
-    """LANTERN's names for a LlamaGen ``state``. Raises ``ValueError`` on a name that LlamaGen does
-    not have.
-    """
+    """LANTERN's names for a LlamaGen ``state``. Raises ``ValueError`` for an unknown name."""
     renamed: State = {}
     for key, tensor in state.items():
         layer, rest = _split(key)
@@ -221,8 +215,8 @@ def load_drafters(
     target: Transformer, model: Path, drafter: str | Path | None = None
 ) -> dict[str, DrafterHead]:
     """Every drafter in the folder of a ``model``, at ``drafters/<kind>/{model.safetensors,
-    config.json}``, by kind and in the target's dtype. A ``drafter`` in a separate folder replaces
-    the model's drafter of the same kind.
+    config.json}``, by kind and in the target's dtype. A ``drafter`` folder elsewhere replaces the
+    model's drafter of the same kind.
 
     Raises ``ValueError`` for a folder without a drafter, and for a drafter of another target.
     """
@@ -234,7 +228,7 @@ def load_drafters(
 
 
 def kind_of(drafter: str | Path) -> str:
-    """The kind of the ``drafter`` in a folder of its own; raises ``ValueError`` for none."""
+    """The kind of the drafter in the folder ``drafter``; raises ``ValueError`` if it holds none."""
     file = Path(drafter) / "config.json"
     kinds = {"BlockHead": "block", "EagleHead": "eagle"}
     kind = kinds.get(str(read_json(file).get("model"))) if file.is_file() else None
@@ -267,16 +261,14 @@ def save_drafter(
 ) -> None:
     """Write a drafter's weights and sizes.
 
-    With the target's ``fingerprint`` it is not loaded for another one.
+    With the target's ``fingerprint``, it can be loaded for that target only.
     """
     known = {} if fingerprint is None else {"target_fingerprint": fingerprint}
     write_checkpoint(head.state_dict(), head.config.facts() | known, folder, dtype)
 
 
 def load_block(folder: Path, target: Transformer) -> BlockHead:
-    """The block drafter in ``folder``; raises ``ValueError`` when it was trained for another
-    target.
-    """
+    """The block drafter in ``folder``; raises ``ValueError`` if it is for another target."""
     facts = read_json(folder / "config.json")
     needed = ("levels", "layers", "aux_layers", "target_fingerprint")
     missing = [key for key in needed if key not in facts]

@@ -47,9 +47,10 @@ GREY = 226
 
 @dataclass(frozen=True)
 class LlamaGenSettings:
-    """Recommended sampling, class names by id, recommended trees (children by level) by method, the
-    block drafter's acceptance by level and rank [D, K] (the chance that this child is the one
-    kept), and the ``taus`` of methods without a tree to choose: what ``settings.json`` holds.
+    """The content of ``settings.json``: recommended sampling, class names by id, recommended trees
+    (children by level) by method, the block drafter's acceptance by level and rank [D, K] (the
+    probability that this child is the accepted one), and the ``taus`` of methods without a choice
+    of tree.
     """
 
     cfg: float = 1.0
@@ -232,17 +233,15 @@ class LlamaGenPictures(TokenPictures):
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> LlamaGenTarget:
-        """The transformer as a target under these options, or the model's settings where they are
-        None.
-        """
+        """The transformer as a target; options that are None default to the model's settings."""
         filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         sampled = self.sampled(cfg=cfg, cfg_interval=cfg_interval, **filters)
         return LlamaGenTarget(self.transformer, *sampled, self.name)
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, T], grey where they are ``NOT_DRAWN``, as a
-        callback's may be; see ``pixels``.
+        """Pictures [B, R, R, 3] uint8 of tokens [B, T], grey where a callback's tokens are
+        ``NOT_DRAWN``; see ``pixels``.
         """
         grid = tokens.unflatten(1, (self.grid, self.grid))
         rows = grid.clamp(min=0).split(1)
@@ -254,7 +253,7 @@ class LlamaGenPictures(TokenPictures):
     pixels = decode_tokens
 
     def asked(self, given: Mapping[str, Any], target: Any) -> Prompt:
-        """Classes or prompts; raises ``ValueError`` for a kind the model does not draw from."""
+        """Classes or prompts; raises ``ValueError`` for the kind that the model does not take."""
         wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
         classes = [] if wanted is None else listed(wanted)
         prompt = [] if given["prompt"] is None else texts_of("prompt", given["prompt"])

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class TokenPictures(PicturePipeline[methods.Method]):
-    """Pipelines of models that draw token by token: a family says what its targets are."""
+    """Base of pipelines that draw token by token; a family defines its targets."""
 
     parts: PictureParts
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
@@ -43,7 +43,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
     static: ClassVar[type[Any]]  # the target for compiled steps and rounds
 
     def sampled(self, **options: Any) -> tuple[Guidance, Processor]:
-        """Guidance and processor by ``options``; None stands for the model's setting."""
+        """The guidance and processor that ``options`` ask for; None stands for the model's setting."""
         chosen = with_options(self.settings, **options)
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         return Guidance(chosen.cfg, chosen.cfg_interval), processor
@@ -53,7 +53,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
         return settings
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
-        """The ``usual`` methods that it has a drafter for; draft-free SJD if there are none."""
+        """The ``usual`` methods whose drafter it has; SJD, without a drafter, if there are none."""
         return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
 
     def settle(
@@ -103,9 +103,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
         return batch.of
 
     def draw(self, batch: Batch[methods.Method]) -> Drawn:
-        """See :class:`PicturePipeline`; raises ``ValueError`` for a method that the model has no
-        drafter for.
-        """
+        """See :class:`PicturePipeline`; ``ValueError`` for a method without its drafter here."""
         queue = None
         if len(batch.generators) > batch.rows:
             every = batch.of
@@ -151,7 +149,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
 
 
 def so_far(progress: Progress, length: int) -> SoFar:
-    """What a run has drawn of pictures of ``length`` tokens, in new memory."""
+    """A copy of the tokens drawn so far of pictures of ``length`` tokens."""
     counts = progress.counts.clamp(max=length)
     drawn = torch.arange(length, device=counts.device) < counts[:, None]
     tokens = progress.tokens[:, :length].where(drawn, NOT_DRAWN)
@@ -162,7 +160,7 @@ def _rounds(
     target: DrawingTarget, parts: PictureParts, method: Method, assembled: Callable[[], T]
 ) -> tuple[T, Play]:
     """The parts that rounds of ``method`` use, and the function that runs a round: the uncompiled
-    one, or a program, which calls share together with its ``assembled`` parts.
+    function, or a program that calls share together with its ``assembled`` parts.
     """
     if not target.static_shapes:
         return assembled(), one_round

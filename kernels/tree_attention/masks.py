@@ -103,9 +103,7 @@ class PackedMask:
         self.held: list[tuple[Tensor, Tensor]] = []
 
     def split(self, x: Tensor, axis: int) -> list[Tensor]:
-        """``x`` [1, ..., M, ...], whose tokens lie along ``axis``, as [R, ..., T, ...] of each
-        part.
-        """
+        """``x`` [1, ..., M, ...] with tokens along ``axis``, as [R, ..., T, ...] of each part."""
         pieces = x[0].split([part.nodes.size for part in self.parts], axis - 1)
         return [
             part.nodes.rows_of(piece, axis - 1).movedim(axis - 1, 0)

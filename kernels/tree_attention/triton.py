@@ -37,9 +37,7 @@ SIZES = ["first", "batch", "word_rows", "nodes", "splits", "hidden_width"]
 
 @triton.jit
 def _scores(q, k, scale, UPCAST: tl.constexpr):
-    """Scores [M, N] in fp32 of queries [M, D] and keys [N, D]; the interpreter multiplies no
-    bfloat16.
-    """
+    """Scores [M, N] in fp32 of queries [M, D] and keys [N, D]; the interpreter lacks bfloat16 dots."""
     if UPCAST:
         q = q.to(tl.float32)
         k = k.to(tl.float32)
@@ -48,9 +46,7 @@ def _scores(q, k, scale, UPCAST: tl.constexpr):
 
 @triton.jit
 def _weigh(s, top, total):
-    """Online softmax: weights [M, N] of scores ``s``, the factor for earlier sums, the new maximum
-    and total.
-    """
+    """Online softmax: weights [M, N] of ``s``, factor for earlier sums, new maximum and total."""
     new = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - safe[:, None])
@@ -71,9 +67,7 @@ def _begin(
     q_ptr, nodes, q_row, q_head, q_node, KV: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """This program's row and key/value head, the node and query head of each of its M queries, and
-    the queries.
-    """
+    """This program's row and key/value head; the nodes, heads and values of its M queries."""
     row = (tl.program_id(0) // KV).to(tl.int64)
     head = (tl.program_id(0) % KV).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

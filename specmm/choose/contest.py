@@ -159,9 +159,7 @@ class Record:
     complete: bool = False  # all of them were tried as often as is needed
 
     def remember(self, notes: Notes, fresh: bool = False) -> Self:
-        """Continue from the notes of earlier processes, unless ``fresh``, and note all later
-        measurements.
-        """
+        """Continue from earlier processes' notes, unless ``fresh``, and note later measurements."""
         self.notes = notes
         earlier = None if fresh else notes.read(_parsed)
         if earlier is not None and time.time() - earlier.at < RECENT:
@@ -296,9 +294,7 @@ class Record:
         return self.fastest()
 
     def _next(self, order: Sequence[Candidate], needed: Sequence[int]) -> Candidate | None:
-        """The next candidate to try: among those still in the contest with too few trials, the one
-        with the fewest.
-        """
+        """The candidate still in the contest that has the fewest trials, if these are too few."""
         left = self.left
         staying = [(one, n) for one, n in zip(order, needed, strict=True) if one.method not in left]
         counts = [(len(self.samples.get(one.method, ())), one, most) for one, most in staying]

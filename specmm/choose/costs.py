@@ -68,7 +68,7 @@ def lookup(table: Table, size: int) -> float:
 
 
 class Expected(NamedTuple):
-    """What a tree of ``shape`` should give: its ``speedup`` over plain decoding, and tokens a round
+    """Expectations for a tree of ``shape``: ``speedup`` over plain decoding, tokens a round
     ``tau``.
     """
 

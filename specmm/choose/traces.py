@@ -81,9 +81,7 @@ class Trace:
         return float(begun[there].sum())
 
     def table(self) -> list[list[float]]:
-        """The frequency [D, K] with which the draft of each rank is accepted, given that the drafts
-        above it are.
-        """
+        """Acceptance [D, K] of the draft of each rank, given that the drafts above are accepted."""
         matched = self.kept.float()
         reached = F.pad(matched.sum(-1).cumprod(1)[:, :-1], (1, 0), value=1.0)  # [R, D]
         shares = (reached[..., None] * matched).sum(0) / reached.sum(0).clamp(min=1e-9)[:, None]

@@ -245,9 +245,7 @@ def demo(
     api_key: Key = "",
     as_json: Json = False,
 ) -> None:
-    """Draw a few classes by three methods, one picture at a time, and compare them; or open the
-    app.
-    """
+    """Draw a few classes by three methods, one picture at a time, and compare; or open the app."""
     from specmm.loading.hardware import Place
 
     if app:

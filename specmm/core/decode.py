@@ -453,9 +453,7 @@ def room(tokens: int) -> int:
 
 
 def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> Progress:
-    """The progress of rows of ``length`` tokens that begin with ``token`` [B], with room for
-    ``spare`` more.
-    """
+    """Progress of rows of ``length`` tokens after ``token`` [B], with room for ``spare`` more."""
     with torch.inference_mode(False):  # as a cache's: a compiled round writes them
         tokens = token.new_zeros(len(token), room(length + spare) if spare else length)
         none, limits = token.new_zeros(len(token)), token.new_full((len(token),), length)

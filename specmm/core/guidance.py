@@ -17,9 +17,7 @@ from specmm.extending.kinds import check_at_least, check_whole
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance: ``scale`` ≥ 0 (1 is off); with ``interval`` n > -1 only tokens 0 …
-    n + 1 are guided.
-    """
+    """Classifier-free guidance: ``scale`` ≥ 0 (1: off), of tokens 0 … n + 1 if ``interval`` n > -1."""
 
     scale: float = 1.0
     interval: int = -1

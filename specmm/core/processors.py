@@ -220,9 +220,7 @@ def extremes(logits: Tensor) -> Tensor:
 
 
 def check_finite(ends: Tensor, origin: str) -> None:
-    """Raise ``ValueError`` naming the ``origin`` unless the :func:`extremes` ``ends`` are finite;
-    waits for them.
-    """
+    """Raise ``ValueError`` naming ``origin`` unless :func:`extremes` ``ends`` are finite; waits."""
     if not all(map(math.isfinite, ends.tolist())):
         raise not_finite(origin)
 

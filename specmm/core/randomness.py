@@ -236,9 +236,7 @@ def _spent(generator: object) -> int:
 
 
 def further(generator: torch.Generator) -> torch.Generator:
-    """Another generator, of a stream of its own, that follows from ``generator``'s state, which
-    does not move.
-    """
+    """Another generator with its own stream, derived from ``generator`` without moving it."""
     copy = torch.Generator(generator.device)
     copy.set_state(generator.get_state())
     seed = int(torch.randint(2**62, (), generator=copy, device=copy.device))

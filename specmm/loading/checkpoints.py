@@ -118,9 +118,7 @@ def _read_pickle(file: Path) -> object:
 
 
 def no_tensors(source: str | Path, error: Exception) -> FileError | None:
-    """The error for a ``source`` that torch refused because its pickle asks for code; None for
-    other errors.
-    """
+    """The error for a ``source`` whose pickle asks torch to run code; None for other errors."""
     wanted = re.search(r"GLOBAL (\S+)", str(error))
     if wanted is None or not isinstance(error, pickle.UnpicklingError):
         return None

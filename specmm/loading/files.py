@@ -52,9 +52,7 @@ def place(name: str) -> Path:
 
 @contextmanager
 def reached(folder: Path) -> Iterator[None]:
-    """Context in which errors of the libraries of object storage are ``OSError`` that name
-    ``folder``.
-    """
+    """Context that turns errors of object storage libraries into ``OSError`` naming ``folder``."""
     try:
         yield
     except Exception as error:
@@ -210,9 +208,7 @@ def writable(folder: Path, option: str = "--out") -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of ``folder`` (new names, renames) are on the disk, where its file
-    system can.
-    """
+    """Wait until the entries of ``folder`` (new names, renames) are on disk, where supported."""
     if not isinstance(folder, Path):
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -226,9 +222,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sentence_of(error: Exception) -> str:
-    """``error`` for people, on one line: the message of a user's mistake; other errors begin with
-    their type.
-    """
+    """``error`` as one line for users: a user's mistake by its message, others with their type."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror

@@ -48,9 +48,7 @@ def deer(
     alpha: Annotated[float, 1],
     recipe: Recipe,
 ) -> Found:
-    """Train a DEER drafter: its own layers between the target's embedding and head; the result is
-    drafters/deer.
-    """
+    """Train a DEER drafter (its own layers, the target's embedding and head) in drafters/deer."""
     begun = training.begun(model, "deer", recipe)
     target, end = begun.target, begun.tokenizer.eos_token_id
     drafter = build_deer(target, layers, block, begun.mask(mask), end, inner)
@@ -177,9 +175,7 @@ def _hide(
 def _forward(
     drafter: DEERModel, tokens: Tensor, ids: Tensor, drawn: Anchors, present: Tensor | None
 ) -> Tensor:
-    """States [B, L + N, C] of the rows, read causally, and of their blocks of ``ids`` [B, A, K -
-    1].
-    """
+    """States [B, L + N, C] of rows, read causally, and of their blocks' ``ids`` [B, A, K - 1]."""
     rows, length = tokens.shape
     device = tokens.device
     order = torch.arange(length, device=device)

@@ -63,9 +63,7 @@ def diffusion(
 
 
 def proxy(*, model: str, text: list[Path], order: Count, least: Count, out: Path) -> Found:
-    """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the
-    diffusion drafter.
-    """
+    """Fit DiffuSpec's n-gram proxy to texts, in one pass, and write it to the diffusion drafter."""
     folder = beside(model, find_target(model))
     weights = weights_folder(folder)
     stream = text_stream(load_tokenizer(weights), writable(out), text)

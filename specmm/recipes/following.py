@@ -73,9 +73,7 @@ class Evidence:
 
     @property
     def roots(self) -> Tensor:
-        """Slots [B, L] after which there is a draft of an answer: the next token is of one, and
-        not its last.
-        """
+        """Slots [B, L] whose next token is an answer's, but not its last: a draft follows."""
         following = self.place + 1
         last = (self.begin + self.long - 1)[:, None]
         return (following >= self.begin[:, None]) & (following < last)

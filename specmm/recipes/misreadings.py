@@ -191,8 +191,8 @@ def _of_layers(reading: LayerReading, seen: Evidence) -> Tried:
 def relayered(
     layers: MtpLayers, new: Sequence[Any], parts: Callable[[Any], Mapping[str, Any]] = lambda _: {}
 ) -> MtpLayers:
-    """``layers`` replaced by copies of the layers ``new``, which share weights except for the
-    ``parts`` of each.
+    """``layers`` with copies of the layers ``new``, which share weights except each one's
+    ``parts``.
     """
     model = sharing(layers.model)
     model.layers = nn.ModuleList(map(sharing, new))

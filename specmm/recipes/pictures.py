@@ -27,9 +27,7 @@ CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance ne
 
 @dataclass(frozen=True)
 class Pictures:
-    """``images`` [M, R, R, 3] uint8 and ``labels`` [M]; or labels alone, for which the target draws
-    pictures.
-    """
+    """``images`` [M, R, R, 3] uint8 and ``labels`` [M]; without images the target draws some."""
 
     images: npt.NDArray[Any] | None
     labels: npt.NDArray[Any]

@@ -289,9 +289,7 @@ class Begun:
 
 @contextmanager
 def served(network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A block in which a ``network`` that learns in float32 has its weights in ``dtype``, as when
-    it drafts.
-    """
+    """A block in which the float32 weights of ``network`` are in ``dtype``, as when it drafts."""
     masters = [weight for weight in network.parameters() if weight.dtype == torch.float32 != dtype]
     values = [weight.data for weight in masters]
     for weight in masters:

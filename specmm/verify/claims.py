@@ -56,9 +56,7 @@ def proved(rule: object) -> bool:
 
 
 class GivenTrees:
-    """The trees that a rule was ``given``: the parents of a row, and whether distributions were
-    recorded.
-    """
+    """The trees ``given`` to a rule: a row's parents, and whether distributions were recorded."""
 
     def __init__(self, given: Sequence[tuple[Parents, bool]] = ()) -> None:
         self.given = set(given)
@@ -245,9 +243,7 @@ def _cost(parents: Parents, scheme: Scheme) -> int:
 
 
 def _tables(length: int, seed: int, size: int = VOCABULARY) -> Tables:
-    """Distributions of ``size`` tokens after every prefix of fewer than ``length``, a tenth of them
-    zeros.
-    """
+    """Distributions over ``size`` tokens after all prefixes below ``length``, a tenth zeros."""
     generator = torch.Generator().manual_seed(seed)
     tables = []
     for depth in range(length):

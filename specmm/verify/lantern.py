@@ -117,9 +117,7 @@ class Neighbourhood:
         return total.masked_fill_(over, 0.0).amax(-1), ~over[..., 0]
 
     def near(self, token: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The first neighbours (ids [..., count]) of ``token`` [...], and whether it is a code at
-        all [...].
-        """
+        """Nearest ids [..., count] of ``token`` [...], and whether it is a code [...]."""
         code = token - self.offset
         is_code = (code >= 0) & (code < len(self.table))
         near = self.table[:, :count][code.clamp(0, len(self.table) - 1)]

@@ -81,9 +81,7 @@ def _shipped(name: str, suits: Callable[[Path], bool]) -> Path:
 
 
 def fetched(name: str, source: Source = USUAL) -> Path:
-    """The folder of a published model or a hub's, fetched unless it is in the cache; see
-    :func:`find`.
-    """
+    """The folder of a published or hub model, fetched unless it is cached; see :func:`find`."""
     if name.startswith(POCKETS):
         return _shipped(name, lambda folder: True)
     if not name:

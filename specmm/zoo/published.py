@@ -83,9 +83,7 @@ class Published:
 
     @property
     def estimate(self) -> int:
-        """Its approximate size in bytes, from its parameters if files' sizes are not known; 0 if
-        unknown.
-        """
+        """Approximate bytes, from the files' sizes or else the parameters; 0 if unknown."""
         sizes = [part.size for part in self.parts.values()]
         return sum(sizes) if sizes and all(sizes) else self.about
 

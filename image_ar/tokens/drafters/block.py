@@ -89,9 +89,7 @@ class BlockHead(nn.Module):
         return self.fc(torch.cat([embedded, hidden], dim=-1))
 
     def queries(self, anchor: Tensor, levels: int) -> Tensor:
-        """Queries [R, A·K, C] of the first K = ``levels`` levels after A anchors' features [R, A,
-        C].
-        """
+        """Queries [R, A·K, C] of the first K = ``levels`` after A anchors' features [R, A, C]."""
         return (anchor[:, :, None] + self.slots[:levels]).flatten(1, 2)
 
     def forward(
@@ -103,7 +101,7 @@ class BlockHead(nn.Module):
         queries: int = 0,
     ) -> Tensor:
         """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T];
-        with ``queries``, only the states of so many at the end.
+        with ``queries``, only the states of that many rows at the end.
 
         ``bias`` [R or 1, 1, T, S] is the additive mask over ``x`` itself, or over the slots of
         ``memories``.
@@ -119,9 +117,7 @@ class BlockHead(nn.Module):
         return states
 
     def read(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Input [..., C] of the target's head: a level's ``states``, corrected by the ``previous``
-        tokens [...].
-        """
+        """Input [..., C] of the target's head: ``states`` corrected by ``previous`` tokens [...]."""
         return self.norm(states + self.previous(previous))
 
 
@@ -129,9 +125,8 @@ class BlockHead(nn.Module):
 class BlockLevel:
     """The n nodes at ``depth`` of a static tree; their P parents all get ``width`` children drawn.
 
-    ``above`` [P] are the parents' places among the nodes of the level above (None: all of them, in
-    order); ``pick`` [n] finds the nodes among the P·width children drawn (None: all of them, in
-    order).
+    ``above`` [P] are the parents' indices among the nodes of the level above (None: all, in order);
+    ``pick`` [n] are the nodes' indices among the P·width drawn children (None: all, in order).
     """
 
     depth: int
@@ -141,9 +136,7 @@ class BlockLevel:
 
     @classmethod
     def of(cls, shape: TreeShape, depth: int) -> BlockLevel:
-        """The nodes of ``shape`` at ``depth`` ≥ 1; raises ``ValueError`` unless nodes are numbered
-        level by level.
-        """
+        """The nodes of ``shape`` at ``depth`` ≥ 1; ``ValueError`` unless numbered by level."""
         depths = shape.depths[0]
         if bool((depths.diff() < 0).any()):
             raise ValueError("a drafter's tree must number its nodes level by level")
@@ -195,9 +188,7 @@ class BlockDrafter:
         self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Start a batch: a cache for every token's feature, with room for a round's features and
-        queries.
-        """
+        """Start a batch: a cache for all tokens' features, and for a round's own slots."""
         hidden = feedback.output.hidden
         target = self.head.config.target
         if hidden.shape[-1] != target.dim * (1 + len(self.head.config.aux_layers)):
@@ -254,8 +245,9 @@ class BlockDrafter:
         return DraftTree(torch.cat(tokens, 1), self.shape, recorded)
 
     def _dist(self, logits: Tensor, level: BlockLevel) -> Tensor:
-        """Distributions [B, P, V] of a level's children by each parent's ``logits``. If the
-        likeliest tokens are taken, the logits: at temperature 0 only one token has any mass.
+        """Distributions [B, P, V] of a level's children by each parent's ``logits``. If drafts are
+        the likeliest tokens, the logits themselves: at temperature 0 only one token would have any
+        mass.
         """
         if not self.sampled:
             return logits
@@ -267,8 +259,8 @@ class BlockDrafter:
     def _draw(
         self, dist: Tensor, level: BlockLevel, uniforms: UniformSource
     ) -> tuple[Tensor, Tensor]:
-        """A level's nodes [B, n] and the distributions [B, n, V] they were drawn from, of what
-        :meth:`_dist` gives [B, P, V].
+        """A level's nodes [B, n], drawn from the result of :meth:`_dist` [B, P, V], and their
+        distributions [B, n, V].
         """
         if not self.sampled:
             drafts = largest(dist, level.width)[1].flatten(1)
@@ -300,7 +292,7 @@ class BlockDrafter:
         return states
 
     def _committed(self, feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:
-        """States [R, M, C], the tokens drawn from them [B, M], how many of each row count [B]."""
+        """States [R, M, C] of committed tokens, those tokens [B, M], and each row's count [B]."""
         if feedback.result is not None and feedback.tokens is not None:
             return feedback.kept_hidden(), feedback.tokens, feedback.result.kept
         most = self.max_depth + 1
@@ -309,8 +301,9 @@ class BlockDrafter:
         return hidden, tokens, torch.ones_like(feedback.token)
 
     def _aim(self, kept: Tensor, most: int) -> Tensor:
-        """Write M = ``most`` features and the queries after the cache's capacity; returns their
-        mask [R, 1, M + K, S]: features see those before them, queries only what was ``kept`` [B].
+        """Aim the cache at M = ``most`` features and the queries, written after its capacity.
+        Returns their mask [R, 1, M + K, S]: features attend to earlier features, queries to the
+        ``kept`` [B].
         """
         capacity = self.cache.size.capacity
         bias = self.bias
@@ -328,15 +321,15 @@ class BlockDrafter:
 
 
 class RejectedPositions:
-    """The target's distributions after the drafts it rejected, mixed into a drafter's, whose trees
+    """Mixes the target's distributions after rejected drafts into those of a drafter whose trees
     have this ``shape``.
 
-    The round before scored its whole tree. After a rejected draft the target gave a distribution
-    for the place after it, right but for one wrong token, which is what Speculative Jacobi Decoding
-    (arXiv 2410.01699) drafts from. A mixture is q^(1 - w) s^w, normalised, of the drafter's q and
-    that older distribution s, with w = ``weight`` in [0, 1): it costs no forward and overlaps with
-    the target's more than either. It is made of logarithms, a softmax for what would be six
-    operations. Decoding stays exact, because the mixture is settled before the draft is drawn from
+    The last round scored its whole tree. The target's distribution after a rejected draft is
+    conditioned on one wrong token only; Speculative Jacobi Decoding (arXiv 2410.01699) drafts from
+    such distributions. A mixture is q^(1 - w) s^w, normalised, of the drafter's q and that older
+    distribution s, with w = ``weight`` in [0, 1): it costs no forward and overlaps with the
+    target's more than either. It is computed from logarithms: one softmax instead of six
+    operations. Decoding stays exact, because the mixture is fixed before the draft is drawn from
     it, and the tree records it.
     """
 
@@ -348,7 +341,7 @@ class RejectedPositions:
         self.older: tuple[Tensor, ...] | None = None
 
     def read(self, feedback: Feedback) -> None:
-        """Keep the distributions after what ``feedback`` rejected, for the tree drafted next."""
+        """Keep the distributions after the drafts that ``feedback`` rejected, for the next tree."""
         if feedback.result is None:
             self.older = None
             return
@@ -375,8 +368,8 @@ class RejectedPositions:
 def first_below(shape: TreeShape) -> Tensor:
     """The node d steps below each node along first children, d = 1 … D, or -1: [N, D].
 
-    If n is the last accepted node, the nodes in row n have the distributions for the places of the
-    next tree, because the recovered token takes the first child's place.
+    If n is the last accepted node, the nodes in row n hold the distributions for the positions of
+    the next tree, because the recovered token takes the first child's position.
     """
     # the spare row at the end keeps -1 at -1
     child = torch.full((shape.size + 1,), -1, device=shape.parents.device)

@@ -53,7 +53,7 @@ NEWEST = 0.6
 
 class Earlier(NamedTuple):
     """The last round's drafts at a window's places: ``tokens`` [B, W], their distributions
-    ``probs`` [B, W, V], and ``there`` [B, W] bool, whether there was a draft.
+    ``probs`` [B, W, V], and whether the place had a draft (``there`` [B, W] bool).
     """
 
     tokens: Tensor
@@ -62,7 +62,7 @@ class Earlier(NamedTuple):
 
 
 class JacobiDrafter:
-    """Drafts a chain of ``window`` tokens from the target's distributions of the round before.
+    """Drafts a chain of ``window`` tokens from the target's distributions of the last round.
 
     ``init`` chooses the first draft of a place that enters the window. ``coupled`` needs a rule
     that works from the root down. Raises ``ValueError`` for a window that does not fit into a
@@ -96,7 +96,7 @@ class JacobiDrafter:
             self.root = torch.zeros_like(token)
 
     def start_row(self, row: int) -> None:
-        """Does nothing: the next feedback has all that is needed."""
+        """Does nothing: the next feedback holds all needed state."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         earlier = self.earlier(feedback) if self.coupled else None
@@ -111,9 +111,9 @@ class JacobiDrafter:
 
     def newest(self, feedback: Feedback, earlier: Earlier | None) -> Tensor:
         """Distributions [B, N, V] to draw the window from: the target's of the last round, shifted
-        by the tokens kept; for places that it has not scored, the last place's, or uniform.
+        by the accepted tokens; for unscored places the last place's, or uniform.
 
-        If ``steadied``, the first draft's are mixed with the ``earlier`` round's for that place.
+        If ``steadied``, the first draft's is mixed with the ``earlier`` round's for that place.
         """
         newest = feedback.output.probs
         if feedback.result is None:
@@ -147,8 +147,9 @@ class JacobiDrafter:
         return Earlier(tree.tokens.gather(1, node), at_nodes(tree.probs, node), there)
 
     def coupling(self, earlier: Earlier | None, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each place's draft of the last round [B, W], the chance that it stays, and otherwise the
-        distribution [B, W, V] to draw from (unnormalised). Together they give ``probs`` [B, N, V].
+        """Each place's draft of the last round [B, W], the probability that it stays, and the
+        (unnormalised) distribution [B, W, V] of its replacement. Together they give ``probs`` [B,
+        N, V].
         """
         now = probs[:, 1:]
         if earlier is None:
@@ -159,8 +160,8 @@ class JacobiDrafter:
         return old, chance * there, rest
 
     def begun(self, feedback: Feedback, probs: Tensor, drafts: Tensor) -> DraftTree:
-        """The tree of ``drafts`` [B, W] from ``probs`` [B, N, V]; where places enter the window,
-        neighbours' tokens take the place of both.
+        """The tree of ``drafts`` [B, W] from ``probs`` [B, N, V]; at places that enter the window,
+        copies of neighbours' tokens replace both.
         """
         if self.init in NEIGHBOURS:
             places = self.root[:, None] + 1 + self.order
@@ -187,7 +188,7 @@ class JacobiDrafter:
         self.root.copy_(before + feedback.result.kept)
 
     def _scored(self, feedback: Feedback) -> Tensor:
-        """The number of the window's places [B] with a distribution from the last round."""
+        """The number [B] of the window's places that the last round scored."""
         if feedback.result is None:
             return torch.zeros_like(self.root)
         scored = (self.window + 1 - feedback.result.kept).clamp(max=self.window)
@@ -197,7 +198,7 @@ class JacobiDrafter:
 def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
     """The nearest place to the left of each of ``places`` [B, W] up to ``known`` [B].
 
-    Where a row has none yet, and for tokens that end a row: as :func:`upper_neighbours`.
+    If a row has none yet, and for tokens that end a row: as :func:`upper_neighbours`.
     """
     left = torch.minimum(places - 1, known[:, None])
     column = places % target.line
@@ -208,7 +209,7 @@ def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Ten
 def upper_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
     """The nearest place above each of ``places`` [B, W] up to ``known`` [B].
 
-    Where there is none: the latest known, or -1 for a token that ends the row.
+    If there is none: the latest known place, or -1 for a token that ends the row.
     """
     latest = known[:, None]
     above = places - target.line

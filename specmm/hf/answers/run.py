@@ -246,9 +246,7 @@ class Run:
     def _pieces(
         self, ids: Tensor, ended: bool, shown: str, taken: int, drafted: int
     ) -> list[tuple[str, bool]]:
-        """The text of ``ids`` after what was ``shown`` of it, split where the last round's drafts
-        begin and end.
-        """
+        """The text of ``ids`` after ``shown``, split where the last round's drafts begin and end."""
         text = self.stops.cut(ids) if ended else self.stops.sure(ids)
         if not (ended or text.startswith(shown)):
             return []  # shown text is never changed; more follows once the whole text extends it

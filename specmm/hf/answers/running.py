@@ -151,9 +151,7 @@ class Pipeline:
 
     @classmethod
     def placed(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
-        """The model in ``folder`` on its device, weights not prepacked, and its tokenizer or
-        processor.
-        """
+        """The model in ``folder``, placed but not prepacked, and its tokenizer or processor."""
         model, reader = cls._loaded(folder, placing)
         return placing.put(model), reader
 

@@ -31,9 +31,7 @@ LEAST = 0.15  # of it, for drafts to be made
 
 
 class LookupRow:
-    """One row's tokens and, for each n-gram in them, the place after its last occurrence that has a
-    follower.
-    """
+    """One row's tokens, and the place after the last occurrence of each n-gram with a follower."""
 
     def __init__(self, tokens: list[int], ngram: int, banned: frozenset[int]) -> None:
         self.tokens: list[int] = []
@@ -92,9 +90,7 @@ R = TypeVar("R", bound=Row)
 
 
 class Recall(Generic[R]):
-    """An index for each of ``target``'s rows of the tokens read and written, made by ``make(tokens,
-    banned)``.
-    """
+    """An index of each row's tokens, read and written, made by ``make(tokens, banned)``."""
 
     def __init__(self, target: VLMTarget, make: Callable[[list[int], frozenset[int]], R]) -> None:
         self.target = target

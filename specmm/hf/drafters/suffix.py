@@ -26,9 +26,7 @@ ROOT = 0
 
 
 class Guess(NamedTuple):
-    """A chain of ``tokens``, with the estimated probability of each that it and all before it are
-    accepted.
-    """
+    """A chain of ``tokens``; ``probs`` estimate that each and all before it are accepted."""
 
     tokens: list[int]
     probs: list[float]

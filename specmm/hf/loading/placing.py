@@ -68,9 +68,7 @@ def is_quantised(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class Placing:
-    """A ``place`` of the model in ``folder``, and further ``options`` of transformers'
-    ``from_pretrained``.
-    """
+    """A ``place`` of the model in ``folder``, and ``options`` for ``from_pretrained``."""
 
     place: Place
     folder: Path

@@ -153,9 +153,7 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
 
 
 def _prepares_otherwise(model: PreTrainedModel) -> bool:
-    """Whether the object's method that prepares generate's inputs was replaced, as PEFT does during
-    a call.
-    """
+    """Whether this object prepares generate's inputs by a replaced method, as under PEFT."""
     override = vars(model).get("prepare_inputs_for_generation")
     class_method = getattr(type(model), "prepare_inputs_for_generation", None)
     return override is not None and getattr(override, "__func__", override) is not class_method
@@ -214,9 +212,7 @@ def _agreeing(family: Family, compute: Callable[[Way], Tensor], wanted: Tensor) 
 
 
 def own_noise(model: PreTrainedModel) -> dict[str, str]:
-    """For certificates: how much forwards of a checked ``model`` differ from one another, if by
-    more than rounding.
-    """
+    """For certificates: how much forwards of a checked ``model`` differ, if beyond rounding."""
     differing: dict[str, str] = facts(model).get(DIFFERING, {})
     return differing
 

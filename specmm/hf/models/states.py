@@ -241,9 +241,7 @@ class States:
         self.nodes = 0
 
     def _put_off(self, mixers: Sequence[Mixer], kept: list[int]) -> None:
-        """Count the tokens that ``mixers`` must read once more; none if the whole chain was
-        accepted.
-        """
+        """Count the tokens that ``mixers`` must read again; none if the chain was accepted."""
         uneven = min(self.counts) != max(self.counts)
         if uneven or any(n != self.nodes for n in kept):
             self.counts = [old + new for old, new in zip(self.counts, kept, strict=True)]

@@ -44,9 +44,7 @@ Past: TypeAlias = tuple[TransformersCache, States | None]
 
 
 class ProbsProcessor(Protocol):
-    """Turns logits into distributions: :class:`specmm.core.processors.Processor`, or transformers'
-    processors.
-    """
+    """Turns logits into distributions: :class:`specmm.core.processors.Processor` or transformers'."""
 
     @property
     def greedy(self) -> bool:
@@ -338,9 +336,7 @@ class VLMTarget:
 
     @torch.inference_mode()
     def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
-        """Begin ``prompt``, of one sample, in ``row``; see
-        :class:`specmm.core.target.BatchingTarget`.
-        """
+        """Begin ``prompt``, of one sample, in ``row``; as ``BatchingTarget.start_row``."""
         row_target = copy.copy(self)
         row_target.__dict__.pop("started", None)  # or every row that ever began would be kept
         self.started = row_target
@@ -500,9 +496,7 @@ class VLMTarget:
         return self.head(states)
 
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Guided logits [B, N, V] from ``logits`` [R, N, V] of all branches, for tokens at
-        ``positions`` [B, N].
-        """
+        """Guided logits [B, N, V] of tokens at ``positions`` [B, N] from ``logits`` [R, N, V]."""
         if self.guidance is not None and self.branches > 1:
             logits = self.guidance.mix(logits.float(), positions, self.begins[:, None])
         if self.allowed is not None:
@@ -517,9 +511,7 @@ class VLMTarget:
         return probs
 
     def _step_bias(self, slot: int) -> Tensor | None:
-        """Additive mask [R, 1, 1, slot + 1] that hides the prompts' padding; None where nothing
-        needs hiding.
-        """
+        """Additive mask [R, 1, 1, slot + 1] that hides the prompts' padding; None without padding."""
         prefix = self.cache.hidden_prefix
         if not self.prompt.padded and not self.family.partial and prefix is None:
             return None

@@ -222,9 +222,7 @@ class PictureReader:
         self._decoder: Decoder | None = None
 
     def check(self, max_new_tokens: int) -> None:
-        """Raise ``ValueError`` unless a picture fits into answers of ``max_new_tokens`` and can be
-        decoded.
-        """
+        """Raise ``ValueError`` unless ``max_new_tokens`` fit a picture that can be decoded."""
         self.grammar.check_room(max_new_tokens)
         self.decoder()
 

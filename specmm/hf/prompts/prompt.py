@@ -127,9 +127,7 @@ class VLMPrompt:
         return _moved(self.inputs, order), first
 
     def branches(self) -> tuple[Tensor, Tensor]:
-        """Ids [R, ``width``] of both branches, which end where the answer begins, and each one's
-        first slot [R].
-        """
+        """Ids [R, ``width``] of both branches, right-aligned, and each row's first slot [R]."""
         assert self.unconditional is not None
         both = (self, self.unconditional)
         ids = torch.cat([F.pad(p.input_ids, (0, self.width - p.input_ids.shape[1])) for p in both])

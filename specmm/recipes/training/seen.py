@@ -67,9 +67,7 @@ class Seen:
         )
 
     def with_room(self, count: int) -> Seen:
-        """This with so many positions more where others than all tokens are learnt, up to the end
-        of a row.
-        """
+        """This, padded by ``count`` positions a row for blocks at its end, unless all is learnt."""
         if bool(self.mask[:, :-1].all()):
             return self
         given = vars(self).items()
