@@ -255,7 +255,7 @@ def template_of(processor: Any) -> Any:
 
 
 def content(processor: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
-    """A message's ``parts``, such as {"type": "text", "text": …}, as the chat template takes them."""
+    """A message's ``parts``, such as {"type": "text", "text": …}, as the template takes them."""
     if template_of(processor) is None or _takes_parts(processor):
         return [dict(part) for part in parts]
     texts = (p["text"] if p["type"] == "text" else placeholder(processor, p["type"]) for p in parts)

@@ -85,7 +85,7 @@ class ChainProgram:
         self.fixed = (bound.head.weights, bound.table, windows, numbers)
 
     def __call__(self, rows: list[Tensor], streams: tuple[PictureStreams, PictureStreams]) -> None:
-        """Advance ``rows``, tensors of ``ChainRows``, in place by all rounds the program can run."""
+        """Advance ``rows``, tensors of ``ChainRows``, in place by all rounds a program can run."""
         left = (rows[0] < self.steps).view(self.batch, -1).any(1)
         there = left.nonzero().flatten().tolist()
         moved = rows

@@ -216,7 +216,7 @@ class VARBlock(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def condition(self, cond: Tensor) -> BlockCondition:
-        """The block's condition from the class embedding [R, C] or the shared adaLN [R, 1, 6, C]."""
+        """The block's condition from the class embedding [R, C] or shared adaLN [R, 1, 6, C]."""
         if self.shared_aln:
             table = self.ada_gss + cond
         else:

@@ -109,7 +109,7 @@ class MultiScaleQuantizer(nn.Module):
         return _as_grid(weights @ self.embedding.weight)
 
     def contribution(self, codes: Tensor, k: int) -> Tensor:
-        """The summand [B, E, P, P] of scale ``k``: its ``codes`` [B, E, p, p] upsampled, then φ_k."""
+        """Summand [B, E, P, P] of scale ``k``: ``codes`` [B, E, p, p] upsampled, then φ_k."""
         h = self._resize(codes, self.schedule.sides[-1], "bicubic", k)
         return torch.lerp(h, self.quant_resi[self.phi_of_scale[k]](h), self.ratio)
 

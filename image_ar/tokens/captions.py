@@ -76,7 +76,7 @@ def clean(prompt: str) -> str:
 
 
 def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Move right padding of ``features`` [B, P, C] (zeroed) and ``mask`` [B, P] bool to the left."""
+    """Move right padding (zeroed) of ``features`` [B, P, C] and ``mask`` [B, P] to the left."""
     places = torch.arange(mask.shape[1], device=mask.device)
     source = (places + mask.sum(1, keepdim=True)) % mask.shape[1]  # [B, P]
     flipped = mask.bool().flip(1)

@@ -183,7 +183,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward (``inner`` wide, 0: ``config.ffn_dim``), with residuals."""
+    """Pre-norm attention and feed-forward (``inner``, 0: ``config.ffn_dim``), with residuals."""
 
     def __init__(self, config: GPTConfig, inner: int = 0) -> None:
         super().__init__()

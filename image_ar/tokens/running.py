@@ -43,7 +43,7 @@ class TokenPictures(PicturePipeline[methods.Method]):
     static: ClassVar[type[Any]]  # the target for compiled steps and rounds
 
     def sampled(self, **options: Any) -> tuple[Guidance, Processor]:
-        """The guidance and processor that ``options`` ask for; None stands for the model's setting."""
+        """Guidance and processor under ``options``; None stands for the model's setting."""
         chosen = with_options(self.settings, **options)
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         return Guidance(chosen.cfg, chosen.cfg_interval), processor

@@ -37,7 +37,7 @@ SIZES = ["first", "batch", "word_rows", "nodes", "splits", "hidden_width"]
 
 @triton.jit
 def _scores(q, k, scale, UPCAST: tl.constexpr):
-    """Scores [M, N] in fp32 of queries [M, D] and keys [N, D]; the interpreter lacks bfloat16 dots."""
+    """Scores [M, N], fp32, of queries [M, D] and keys [N, D]; the interpreter lacks bf16 dots."""
     if UPCAST:
         q = q.to(tl.float32)
         k = k.to(tl.float32)

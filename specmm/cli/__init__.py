@@ -75,7 +75,7 @@ def options(
         typer.Option(help="A Python file or module that registers drafters, rules or trees."),
     ] = [],  # noqa: B006  typer copies it
 ) -> None:
-    """Draft-verify acceleration, certified: each run says what it kept of the model's distribution."""
+    """Draft-verify acceleration, with a certificate of how a run keeps the model's distribution."""
     if load:
         from specmm.extending import extension
 

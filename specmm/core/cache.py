@@ -114,7 +114,7 @@ class StaticMemory:
         self.stop = keys.shape[1]
 
     def write(self, k: Tensor, v: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, 1, H, D]; return all slots. With ``axis`` 2: [R, H, 1 or S, D]."""
+        """Store ``k`` and ``v`` [R, 1, H, D]; return all slots. ``axis`` 2: [R, H, 1 or S, D]."""
         keys, values = along(self.keys, axis), along(self.values, axis)
         keys.index_copy_(axis, self.place, k)
         values.index_copy_(axis, self.place, v)

@@ -17,7 +17,9 @@ from specmm.extending.kinds import check_at_least, check_whole
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance: ``scale`` ≥ 0 (1: off), of tokens 0 … n + 1 if ``interval`` n > -1."""
+    """Classifier-free guidance: ``scale`` ≥ 0 (1: off), of tokens 0 … n + 1 if n = ``interval`` ≥
+    0.
+    """
 
     scale: float = 1.0
     interval: int = -1

@@ -117,7 +117,7 @@ class BlockHead(nn.Module):
         return states
 
     def read(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Input [..., C] of the target's head: ``states`` corrected by ``previous`` tokens [...]."""
+        """Input [..., C] of the target's head: ``states``, corrected by ``previous`` [...]."""
         return self.norm(states + self.previous(previous))
 
 

@@ -30,8 +30,8 @@ LOGGER = logging.getLogger(__name__)
 
 
 def kinds_of(registry: Sequence[str], drafters: Drafters) -> list[str]:
-    """The methods of a ``registry`` that ``auto`` chooses among: those that contend and for which
-    there is a drafter, and those whose drafter was given.
+    """The methods of a ``registry`` among which ``auto`` chooses: methods that contend and have a
+    drafter, and methods whose drafter the caller passed in.
     """
 
     def ready(name: str) -> bool:
@@ -129,8 +129,8 @@ def begin_of(
     tokenizer: PreTrainedTokenizerBase | None,
     length: int | None = None,
 ) -> Begin:
-    """A function that begins a run of ``length`` tokens (None: the prompt's) after ``prompt`` by
-    any method, each on its own copy of the target.
+    """A function that begins a run of any method after ``prompt``, with ``length`` new tokens
+    (None: the prompt's number), each run on its own copy of the target.
     """
     tokens = prompt.max_new_tokens if length is None else length
 

@@ -30,7 +30,7 @@ TOKENS = 32  # tokens of a trial, at most
 
 
 class Records(NamedTuple):
-    """Measurements in text and inside a picture."""
+    """The records of measurements in text and inside a picture."""
 
     words: Record
     pictures: Record
@@ -59,7 +59,7 @@ class DrawnAnswers:
         return fit * grammar.length / max_new_tokens
 
     def chosen(self, target: InterleavedTarget, prompt: VLMPrompt) -> tuple[Method, str]:
-        """The method that should be fastest here, and why; measurements are stored."""
+        """The method expected to be fastest after ``prompt``, and why; stores the measurements."""
         key = (len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
         if key not in self.records:
             try:

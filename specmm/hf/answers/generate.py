@@ -88,18 +88,18 @@ def custom_generate(
     generate does not pass on, is the target's: for text drafters with another one and for ``stop``,
     texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
     never from torch's global state. Several threads may share a model. ``drafter`` is a loaded
-    drafter, its folder (read for the model at the first call), or your own object (see
-    :func:`specmm.register`). ``last`` holds the last call's method, statistics and certificate.
-    ``method`` None is the ``drafter``'s own method, and suffix decoding without a drafter; ``auto``
-    chooses between that and plain decoding. Raises ``ValueError`` for settings under which
-    generate does not decode token by token (beams, an assistant, contrastive search and the
-    like), for guidance, processors whose memory cannot be copied, ``inputs_embeds``, positions
-    other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
-    attentions or hidden states, and ``stop`` without a tokenizer.
+    drafter, its folder (read at the first call), or your own object (see :func:`specmm.register`).
+    ``last`` holds the last call's method, statistics and certificate. ``method`` None is the
+    ``drafter``'s own method, or suffix decoding without a drafter; ``auto`` chooses between that
+    method and plain decoding. Raises ``ValueError`` for settings under which generate does not
+    decode token by token (beams, an assistant, contrastive search and the like), for guidance,
+    processors whose memory cannot be copied, ``inputs_embeds``, positions other than the tokens'
+    own, pictures read in chunks, dictionaries with scores, logits, attentions or hidden states, and
+    ``stop`` without a tokenizer.
 
     A ``cache`` (``past_key_values``) of one row is continued, and filled as by generate, for the
-    next turn of a chat; ``ValueError`` for one whose layers do not keep all tokens, for pictures
-    after those it holds, and for drafters that read states of the whole prompt.
+    next turn of a chat; ``ValueError`` for a cache whose layers do not keep all tokens, for
+    pictures after its tokens, and for drafters that read states of the whole prompt.
     """
     if drafter is not None and of_others(drafter):
         method, drafter = with_own(methods.GENERATE, method, drafter)
@@ -191,8 +191,8 @@ class Generating:
 
 
 def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict[str, object]:
-    """Generate's settings for certificates: those of ``config``, and the ``processors`` that
-    generate did not make from them.
+    """Generate's settings for certificates: those of ``config``, and the caller's own
+    ``processors``.
     """
     given = config.to_diff_dict()
     settings: dict[str, object] = {"temperature": 0.0}
@@ -277,7 +277,7 @@ def _stop_criteria(
 
 
 def _locals_of_generate() -> dict[str, Any]:
-    """The arguments of the generate that called: it does not pass on its streamer or assistant."""
+    """The arguments of the calling generate, which does not pass on its streamer or assistant."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -299,7 +299,7 @@ def _one_streamer(ours: BaseStreamer | None, theirs: BaseStreamer | None) -> Bas
 def _check(
     config: GenerationConfig, assistant: PreTrainedModel | None, inputs: dict[str, Any]
 ) -> None:
-    """Raise ``ValueError`` for features of generate that a callable cannot provide."""
+    """Raise ``ValueError`` for features of generate that custom generation cannot provide."""
     if config.num_beams != 1:
         raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
     mode = config.get_generation_mode(assistant)

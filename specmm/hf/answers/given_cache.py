@@ -93,7 +93,7 @@ class ResumedTarget(VLMTarget):
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
-        """As :meth:`VLMTarget.prefill`, of the tokens that are not known."""
+        """As :meth:`VLMTarget.prefill`, of the tokens after the known ones."""
         self.check(prompt, scratch)
         self._check_known(prompt)
         reading = Reading(

@@ -33,7 +33,7 @@ from specmm.verify.claims import run_claim
 @dataclass(kw_only=True)
 class Answered:
     """Fields that all outputs share: ``tokens`` [B] of ids (an end token included), ``stats``,
-    ``certificate``, ``method``, and ``compiled``, whether rounds were programs or graphs.
+    ``certificate``, ``method``, and ``compiled`` (whether programs or CUDA graphs ran the rounds).
     ``prompt_tokens`` [B] counts the prompt's tokens, those of pictures included; ``finish_reasons``
     [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
     """
@@ -49,27 +49,27 @@ class Answered:
 
 
 class Chosen(NamedTuple):
-    """The ``method`` that runs, its ``name``, and the record that its seconds go to, if any."""
+    """The ``method`` to run, its ``name``, and the record for its seconds, if any."""
 
     method: Any
     name: str
     record: Record | None = None
 
     def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps`` of the run, of which the record takes a sample."""
+        """The ``steps`` of the run, timed for the record."""
         return steps if self.record is None else self.record.called(self.method, steps)
 
 
 @dataclass
 class PromptBatch:
-    """The ``count`` prompts of a call; ``of`` prepares some, ``batch_size`` at a time (0: all)."""
+    """The ``count`` prompts of a call, ``batch_size`` at a time (0: all); ``of`` prepares some."""
 
     of: Callable[[slice], VLMPrompt]  # on the CPU: those that wait need no room elsewhere
     count: int
     batch_size: int = 0
 
     def first(self, target: VLMTarget) -> VLMPrompt:
-        """The prompts that rows begin with, with room for the waiting ones.
+        """The prompts that the rows begin with, with room for waiting prompts.
 
         Raises ``ValueError`` for prompts that ``target`` cannot hold.
         """
@@ -94,7 +94,7 @@ class PromptBatch:
         return prompt.to(target.device, target.dtype)
 
     def queue(self, target: VLMTarget, generators: Sequence[torch.Generator]) -> Queue | None:
-        """The prompts by number; None where all are answered at once."""
+        """The queue of all prompts; None if all are answered at once."""
 
         def prompt(number: int) -> VLMPrompt:
             return self.waiting.pop(number).to(target.device, target.dtype)
@@ -153,7 +153,7 @@ class RoundText:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text of all pieces."""
         return "".join(text for text, _ in self.pieces)
 
 
@@ -183,7 +183,7 @@ class Run:
 
     @property
     def compiled(self) -> bool:
-        """Whether programs have played rounds: graphs only once some were alike."""
+        """Whether programs have run rounds; CUDA graphs do so only after some uncompiled rounds."""
         if isinstance(self.play, GraphRound):
             return self.play.recorded is not None
         return self.play is not one_round
@@ -246,7 +246,7 @@ class Run:
     def _pieces(
         self, ids: Tensor, ended: bool, shown: str, taken: int, drafted: int
     ) -> list[tuple[str, bool]]:
-        """The text of ``ids`` after ``shown``, split where the last round's drafts begin and end."""
+        """The text of ``ids`` after ``shown``, split where the last round's drafts lie."""
         text = self.stops.cut(ids) if ended else self.stops.sure(ids)
         if not (ended or text.startswith(shown)):
             return []  # shown text is never changed; more follows once the whole text extends it
@@ -257,11 +257,11 @@ class Run:
         return [piece for piece in pieces if piece[0]]
 
     def certificate(self, end: Progress) -> Certificate:
-        """The run's certificate at its ``end``."""
+        """The certificate of the run, from its last progress ``end``."""
         return run_claim(self.rule, end, self.drafter).under(self.settings)
 
     def told(self, tokens: list[Tensor], end: Progress) -> dict[str, Any]:
-        """The fields of :class:`Answered`, for the run at its ``end``."""
+        """The fields of :class:`Answered`, from the run's last progress ``end``."""
         return dict(
             tokens=tokens,
             stats=end.stats,

@@ -75,10 +75,10 @@ def check_continuous_batching(method: Method, batch_size: int) -> None:
 class Pipeline:
     """Base class of the question and text pipelines.
 
-    ``model``; the PEFT model that put an ``adapter`` into it (None: there is none); ``tokenizer``;
-    ``drafters`` loaded for it; ``records`` of the measurements of method ``auto``; programs and
-    graphs ``kept`` for later calls; ``registry``: the methods, among which ``auto`` chooses;
-    ``usual``: options of a call whose default differs in this pipeline.
+    ``model``; the PEFT model around it if it has an ``adapter``, else None; ``tokenizer``; the
+    ``drafters`` loaded for it; ``records`` of method ``auto``'s measurements; programs and CUDA
+    graphs ``kept`` for later calls; ``registry``: the pipeline's methods; ``usual``: options whose
+    default differs in this pipeline.
     """
 
     model: Any
@@ -146,7 +146,7 @@ class Pipeline:
 
     @classmethod
     def _found(cls, name: str | Path, source: Source) -> Path:
-        """The folder of a model called ``name``, which may come from a ``source``."""
+        """The folder of the model ``name``, perhaps fetched as the ``source`` says."""
         raise NotImplementedError
 
     @classmethod
@@ -203,7 +203,7 @@ class Pipeline:
 
     @property
     def reader(self) -> Any:
-        """The tokenizer, or the processor around it."""
+        """The tokenizer, or the processor that holds it."""
         return self.tokenizer
 
     def options(self, given: Mapping[str, Any]) -> Options:
@@ -220,7 +220,7 @@ class Pipeline:
     def constrain(
         self, target: VLMTarget, method: Method, options: Options, prompt: VLMPrompt
     ) -> None:
-        """Give ``target`` the processor of ``options`` with a grammar or settings of generate's."""
+        """Give ``target`` the processor for ``options`` with a grammar or generate's settings."""
         compiled = None
         if options.grammar is not None:
             vocabulary = target.family.vocabulary
@@ -242,7 +242,7 @@ class Pipeline:
         return Continuations(self.tokenizer)
 
     def text(self, ids: Ids) -> str:
-        """The text of ``ids`` by themselves, without a last character that is not whole."""
+        """The text of ``ids`` alone, without an incomplete last character."""
         return self.texts.decode(ids)
 
     def stops(self, options: Options) -> StopStrings:

@@ -55,8 +55,8 @@ class SharedRounds:
 
 
 class KeptRounds:
-    """Cache of the programs or graphs of at most ``most`` calls, each with its own memory. Keys
-    have the method, the options and the networks' versions, the model's last.
+    """Cache of the programs or CUDA graphs of at most ``most`` calls, each with its own memory.
+    Keys hold the method, the options and the networks' versions, the model's last.
     """
 
     def __init__(self) -> None:

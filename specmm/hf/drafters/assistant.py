@@ -77,7 +77,7 @@ class AssistantDrafter:
         self.growth.begin(Cache(size, self.target.dtype, self.target.device))
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.core.drafter.BatchingDrafter`: it stores nothing for a row."""
+        """Does nothing: the drafter stores nothing for a row."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         hidden = feedback.output.hidden[:, -1]
@@ -109,7 +109,7 @@ class AssistantDrafter:
             return self._states(tokens, self.model.post_projection(hidden))
 
     def _states(self, tokens: Tensor, before: Tensor) -> Tensor:
-        """States [B, N, D] after ``tokens`` [B, N] and the target's or like states [B, N, C]."""
+        """States [B, N, D] after ``tokens`` [B, N] and states ``before`` [B, N, C]."""
         both = torch.cat([self.target.embed(tokens), before], -1)
         count = tokens.shape[1]
         states: Tensor = self.model.model(
@@ -123,7 +123,7 @@ class AssistantDrafter:
         return states
 
     def _look_at_target(self) -> None:
-        """Point to the target's keys and values of this round, their mask and position."""
+        """Refer to the target's keys and values of this round, their mask and position."""
         cache = self.target.cache
         capacity = cache.size.capacity
         self.shared = {}
@@ -157,7 +157,7 @@ def clustered(clusters: Any, states: Tensor, weight: Tensor) -> Tensor:
 def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
     """For each kind of the assistant's layers, the layer of the target's cache it attends to.
 
-    Raises ``ValueError`` when it is an assistant of another target.
+    Raises ``ValueError`` for an assistant of another target.
     """
     forward = getattr(model, "forward", None)
     if forward is None or SHARED not in inspect.signature(forward).parameters:
@@ -195,7 +195,7 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
 def load_assistant(folder: Path, target: PreTrainedModel, method: str) -> PreTrainedModel:
     """The assistant in ``folder``, in the dtype and on the device of the ``target`` model.
 
-    Raises ``ValueError`` where transformers cannot build one: 5.23 cannot.
+    Raises ``ValueError`` if the installed transformers cannot build it, as 5.23.
     """
     text: Any = load_config(folder).get_text_config()
     try:

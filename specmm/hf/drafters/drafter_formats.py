@@ -1,8 +1,8 @@
 """Recognises the content of a folder: a drafter in one of the supported layouts, or a model that
 can draft or be a target.
 
-Only ``config.json`` and the headers of safetensors files are read, never a weight. A new layout is
-one entry of ``FORMATS``; the first entry that matches counts.
+Only ``config.json`` and the headers of safetensors files are read, never a weight. To add a layout,
+add an entry to ``FORMATS``; the first entry that matches counts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ModelFolder:
 
     @cached_property
     def layer(self) -> Facts:
-        """The sizes of a layer, wherever a layout has them."""
+        """The part of the config that holds a layer's sizes; layouts nest it differently."""
         for name in ("transformer_layer_config", "text_config"):
             if isinstance(self.facts.get(name), Mapping):
                 return {**self.facts[name]}
@@ -102,10 +102,10 @@ class DrafterFormat:
     """A layout: its ``title``, whether a folder ``matches`` it, and the ``methods`` that use it,
     the best first.
 
-    Of ``own`` layouts the drafter belongs to one target; others are models by themselves. A layout
-    that can also be a target has a ``command`` that runs it. ``exports`` are functions that write
-    it as another layout, ``"module:name"`` by the layout's name: ``(folder, target model, out)``;
-    they may return a note for the user.
+    A drafter in an ``own`` layout belongs to one target; other layouts are of complete models. A
+    layout that can also be a target has a ``command`` that runs it. ``exports`` are functions that
+    write it as another layout, ``"module:name"`` by the layout's name: ``(folder, target model,
+    out)``; they may return a note for the user.
     """
 
     title: str
@@ -117,7 +117,7 @@ class DrafterFormat:
 
 
 def _named(*kinds: str) -> Callable[[ModelFolder], bool]:
-    """Whether speculators' layout says one of ``kinds``."""
+    """A test whether a folder in speculators' layout names one of ``kinds``."""
     return lambda folder: folder.facts.get(SPECULATORS) in kinds
 
 
@@ -144,7 +144,7 @@ def _is_msd(folder: ModelFolder) -> bool:
 
 
 def sees(folder: ModelFolder) -> bool:
-    """Whether it is a vision-language model."""
+    """Whether the folder holds a vision-language model."""
     return "vision_config" in folder.facts or "language_model" in folder.facts
 
 
@@ -240,9 +240,9 @@ def recognised(folder: ModelFolder) -> DrafterFormat:
 
 
 def mtp_layers(folder: ModelFolder) -> int:
-    """The layers for multi-token prediction in the checkpoint of a target.
+    """The number of layers for multi-token prediction in a target's checkpoint.
 
-    Its config says how many, or else the names of their weights.
+    It comes from the config, or else from the names of the weights.
     """
     said = next((int(folder.layer[name]) for name in MTP if folder.layer.get(name)), 0)
     if said or _type(folder) not in UNSAID:

@@ -47,10 +47,10 @@ class DrafterKind:
 
     ``make(method, target, drafter, tokenizer)`` returns drafter and rule, ``load(folder, target
     model, method)`` the network or other object to draft with. A model's own drafter is in its
-    folder ``drafters/place``, or else ``instead``. Method ``auto`` tries a kind if it ``contends``,
-    with each of ``trees(target, drafter, method)`` if given. ``judge(experts, pipeline, keep)``
-    answers instead of drafting; ``offers(target model)`` says whether the target itself can draft.
-    The layouts of folders it reads are listed in ``drafter_formats``.
+    folder ``drafters/place``, or else in ``instead``. Method ``auto`` tries a kind if it
+    ``contends``, with each of ``trees(target, drafter, method)`` if given. ``judge(experts,
+    pipeline, keep)`` answers instead of drafting; ``offers(target model)`` says whether the target
+    itself can draft. The layouts of folders it reads are listed in ``drafter_formats``.
     """
 
     make: str
@@ -134,17 +134,17 @@ class Assembly(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """A ``rule``, and how drafts are ``drawn`` for it: whether sampled, and siblings how."""
+    """A ``rule``, and how its drafts are ``drawn``: whether sampled, and how siblings are drawn."""
 
     rule: Rule
     drawn: tuple[bool, Siblings]
 
     @classmethod
     def of(cls, spec: RuleName, target: VLMTarget) -> Verification:
-        """Verification by the rule that ``spec`` names or is; for a greedy ``target`` nothing is
-        drawn.
+        """Verification by ``spec``, a rule or its name; for a greedy ``target`` no draft is
+        sampled.
 
-        Raises ``ValueError`` for rules of image codes, and names that are not known.
+        Raises ``ValueError`` for rules of image codes and unknown names.
         """
         kind = rule_kind(spec)
         if kind.codes:
@@ -157,7 +157,7 @@ class Verification(NamedTuple):
 
 
 def chain_rule(target: VLMTarget) -> Rule:
-    """Block verification for drawn chains, as it accepts more; token by token if all is greedy."""
+    """Block verification for sampled chains, because it accepts more; token by token if greedy."""
     return Recursive() if target.processor.greedy else Block()
 
 
@@ -169,10 +169,10 @@ def row_uniforms(prompt: VLMPrompt) -> Uniforms:
 
 
 def drafting_probs(target: VLMTarget, vocabulary: DrafterVocabulary) -> Processor:
-    """The processor of drafts: the target's own, which agrees best; softmax for a greedy target.
+    """The processor of drafts: the target's, which agrees best; softmax for a greedy target.
 
-    Repetition penalties are left to the target, and so are other kinds of processors. The drafter
-    may have fewer tokens than the target's top k.
+    Repetition penalties and other kinds of processors apply to the target only. The drafter may
+    have fewer tokens than the target's top k.
     """
     own = target.processor
     if not isinstance(own, Processor) or own.greedy:
@@ -233,8 +233,8 @@ def _outside(choice: methods.Choice, target: VLMTarget) -> Assembly:
 
 
 def preset_of(method: methods.Composed) -> Method:
-    """The method of the drafter named in ``method``'s choice, with the choice's tree and rule; for
-    a third-party drafter, ``method`` itself.
+    """The method of the drafter that ``method`` names, with the chosen tree and rule; for a
+    third-party drafter ``method`` itself.
 
     Raises ``ValueError`` for drafters whose trees and rules belong together.
     """
@@ -263,8 +263,7 @@ def preset_of(method: methods.Composed) -> Method:
 def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
     """The drafter of ``method`` for the ``target`` model, loaded from ``folder``.
 
-    Raises ``ValueError`` for methods that need no drafter, and for a folder that holds something
-    else.
+    Raises ``ValueError`` for methods that need no drafter, and for a folder without this drafter.
     """
     if method not in KINDS or not KINDS[method].load:
         raise ValueError(
@@ -278,7 +277,7 @@ def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
 
 
 def _other_kind(method: str, folder: Path) -> ValueError | None:
-    """The error for a ``folder`` with a drafter of other methods; None if it is not one."""
+    """The error for a ``folder`` whose drafter is for other methods; None if it is not."""
     try:
         kind = recognised(ModelFolder(folder))
     except ValueError:
@@ -292,7 +291,7 @@ def _other_kind(method: str, folder: Path) -> ValueError | None:
 
 
 def method_of(drafter: object) -> str:
-    """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown.
+    """The method of a ``drafter`` (loaded, or its folder); empty if unknown.
 
     Raises ``ValueError`` for a folder that holds neither a drafter nor a model.
     """
@@ -302,16 +301,16 @@ def method_of(drafter: object) -> str:
 
 
 def network_of(drafter: object) -> nn.Module | None:
-    """The network of a loaded ``drafter``, None where it has none of its own."""
+    """The network of a loaded ``drafter``, None if it has none."""
     network = drafter if isinstance(drafter, nn.Module) else getattr(drafter, "model", None)
     return network if isinstance(network, nn.Module) else None
 
 
 @dataclass
 class Drafters:
-    """The drafters of a model by method: those ``given``, others read at first use.
+    """The drafters of a model by method: ``given`` ones, and others that are read at first use.
 
-    ``folder`` is the model's, ``name`` what messages call it, ``target`` its model.
+    ``folder`` is the folder of the model ``target``, ``name`` its name in messages.
     """
 
     folder: Path | None
@@ -342,7 +341,7 @@ class Drafters:
         return self.given.get(method)
 
     def to(self, *args: Any, **kwargs: Any) -> None:
-        """Follow the target: the caller's drafters move, others are read again when used."""
+        """Follow the target: the caller's drafters move, others are read again when needed."""
         for method in list(self.given):
             drafter = self.given[method]
             network = network_of(drafter)
@@ -352,7 +351,7 @@ class Drafters:
                 network.to(*args, **kwargs)
 
     def save(self, folder: Path) -> None:
-        """Copy the drafters that lie beside the model to beside the one in ``folder``."""
+        """Copy the drafters beside the model into ``folder``, where the model was saved."""
         ours = None if self.folder is None else self.folder / DRAFTERS
         if ours is not None and ours.is_dir() and ours.resolve() != (folder / DRAFTERS).resolve():
             shutil.copytree(ours, folder / DRAFTERS, dirs_exist_ok=True)

@@ -29,7 +29,7 @@ from specmm.loading.hardware import prepack
 class BoundEagle3:
     """``head`` as it drafts for ``target``; see :class:`specmm.hf.drafters.features.BoundNetwork`.
 
-    Raises ``ValueError`` when dtype, width, vocabulary or layers are not the target's.
+    Raises ``ValueError`` unless dtype, width, vocabulary and layers fit the target.
     """
 
     def __init__(self, head: Eagle3Head, target: VLMTarget) -> None:
@@ -59,7 +59,7 @@ class BoundEagle3:
 
     @torch.no_grad()
     def _mask(self) -> Tensor:
-        """The slot [1, 1, 2·C] of a token that P-EAGLE does not know yet."""
+        """P-EAGLE's slot [1, 1, 2·C] for a token that is not known yet."""
         token = torch.tensor([[self.head.config.mask]], device=self.head.fc.weight.device)
         return self.slots(self.embed(token), self.head.mask_hidden, 0)
 
@@ -80,7 +80,7 @@ class BoundEagle3:
         return self.embed(tokens.clamp(max=self.vocabulary.size - 1))
 
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
-        """Slots of text and of pictures alike."""
+        """See the base class; text and pictures have the same kind of slot."""
         return self.slots(embeddings, hidden, 0)
 
     def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:
@@ -141,7 +141,7 @@ def check_target(head: Eagle3Head, target: VLMTarget) -> tuple[int, ...]:
 
 
 def _usual_layers(count: int) -> tuple[int, ...]:
-    """The layers that a head reads of a target of ``count`` layers, if its config names none."""
+    """The layers of a target of ``count`` layers that a head reads if its config names none."""
     found = layers_read(count)
     if len(found) != READ:
         raise ValueError(

@@ -1,10 +1,10 @@
 """Reads and writes the released layouts of EAGLE-3 heads: speculators, SafeAILab and SpecForge.
 
 All hold the same weights. speculators nests the layers' sizes in its config and numbers states
-(state i is the input of the target's layer i); SpecForge numbers layers; SafeAILab always reads the
-same three. SafeAILab and SpecForge name the first layer ``midlayer`` and leave out the target's
-embeddings. ``d2t`` holds differences of ids; ``t2d`` marks the target's tokens that the head can
-draft. A P-EAGLE head also has ``mask_hidden``.
+(state i is the input of the target's layer i). SpecForge numbers layers. SafeAILab's heads always
+read the same three layers. SafeAILab and SpecForge name the first layer ``midlayer`` and leave out
+the target's embeddings. ``d2t`` holds differences of ids; ``t2d`` marks the target's tokens that
+the head can draft. A P-EAGLE head also has ``mask_hidden``.
 
 Shape letters: C width, F layers of the target that are read, V vocabulary, v the head's.
 """
@@ -86,8 +86,8 @@ def is_eagle3(facts: Facts) -> bool:
 def load_eagle3(folder: str | Path) -> Eagle3Head:
     """The head in ``folder``, of any layout, in evaluation mode and in the file's dtype.
 
-    Raises ``ValueError`` naming missing, extra, misshapen or non-finite weights, sizes that are
-    missing and tables of tokens that contradict one another.
+    Raises ``ValueError`` naming missing, extra, misshapen or non-finite weights, missing sizes, and
+    tables of tokens that contradict one another.
     """
     file = Path(folder) / "config.json"
     facts = read_json(file)
@@ -104,10 +104,10 @@ def load_eagle3(folder: str | Path) -> Eagle3Head:
 
 
 def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
-    """``state`` with ``d2t`` and ``t2d`` where the head's vocabulary is not the target's.
+    """``state`` with ``d2t`` and ``t2d`` if the head's vocabulary is not the target's.
 
-    Raises ``ValueError`` where ``d2t`` is missing or does not name as many different tokens as the
-    config says, and where ``t2d`` names others.
+    Raises ``ValueError`` if ``d2t`` is missing or does not name the config's number of different
+    tokens, and if ``t2d`` marks other tokens.
     """
     state = dict(state)
     d2t = state.pop("d2t", None)
@@ -136,7 +136,7 @@ def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
 def read_config(facts: Facts, state: State, source: object = "config.json") -> Eagle3Config:
     """A head's configuration, from the ``facts`` in ``config.json`` and its weights in ``state``.
 
-    Raises ``ValueError`` for a folder of something else, and for sizes that are missing.
+    Raises ``ValueError`` if this is not an EAGLE-3 head, and for missing sizes.
     """
     if not is_eagle3(facts):
         raise ValueError(
@@ -164,7 +164,7 @@ def read_config(facts: Facts, state: State, source: object = "config.json") -> E
 
 
 def _sizes(facts: Facts, qwen: bool, source: object) -> PreTrainedConfig:
-    """The sizes of the layers, which are Qwen3's if queries and keys are normed, or Llama's."""
+    """The sizes of the layers: Qwen3's form if queries and keys are normed, else Llama's."""
     missing = [name for name in NEEDED if type(facts.get(name)) is not int]
     if missing:
         raise ValueError(
@@ -203,7 +203,7 @@ def _rope(facts: Facts) -> dict[str, Any]:
 
 
 def _mask(facts: Facts, source: object) -> int:
-    """The token that a P-EAGLE head reads where none is known yet."""
+    """The mask token of a P-EAGLE head."""
     mask = next((facts[name] for name in MASK_IDS if facts.get(name) is not None), None)
     if type(mask) is not int:
         raise ValueError(
@@ -223,8 +223,8 @@ def save_eagle3(
 ) -> None:
     """Write ``head`` in a ``layout``: ``speculators``, ``eagle`` (SafeAILab's) or ``specforge``.
 
-    With its ``target`` speculators' layout names it, and all hold the fingerprint of its
-    embeddings. Raises ``ValueError`` for a layout that is not known or cannot hold this head.
+    If ``target`` is given, speculators' layout names it, and every layout holds the fingerprint of
+    its embeddings. Raises ``ValueError`` for a layout that is unknown or cannot hold this head.
     """
     if layout not in LAYOUTS:
         raise unknown("layout", layout, LAYOUTS)
@@ -280,7 +280,7 @@ def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | No
 
 
 def _usual(config: Eagle3Config, target: PreTrainedModel | None) -> bool:
-    """Whether the head reads the layers that EAGLE-3 reads of any target."""
+    """Whether the head reads EAGLE-3's usual layers."""
     if not config.layers or target is None:
         return not config.layers
     count = int(target.config.get_text_config().num_hidden_layers)
@@ -361,7 +361,7 @@ def _mrope(config: Eagle3Config) -> dict[str, Any]:
 
 
 def _flat_state(state: State, config: Eagle3Config) -> State:
-    """``state`` under the names of SafeAILab's and SpecForge's layouts, with tables of tokens."""
+    """``state`` under the names of SafeAILab's and SpecForge's layouts, with token tables."""
     if config.whole:
         vocabulary = int(config.sizes.vocab_size)
         state["d2t"] = torch.zeros(vocabulary, dtype=torch.int64)

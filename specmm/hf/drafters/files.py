@@ -47,7 +47,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def read_state(folder: str | Path) -> State:
-    """The tensors in ``folder``, from one file or from those that an index names."""
+    """The tensors in ``folder``, from one file or from the files that an index names."""
     index = Path(folder) / INDEX
     if not index.is_file():
         return read_checkpoint(folder)
@@ -58,9 +58,7 @@ def read_state(folder: str | Path) -> State:
 
 
 def renamed(state: Mapping[str, Tensor], table: Mapping[str, str]) -> State:
-    """``state`` without ``model.`` before its names, and their prefixes changed as the ``table``
-    says (theirs: ours).
-    """
+    """``state`` without the prefix ``model.``, other prefixes by the ``table`` (theirs: ours)."""
     new_state: State = {}
     for name, tensor in state.items():
         name = name.removeprefix("model.")
@@ -71,14 +69,14 @@ def renamed(state: Mapping[str, Tensor], table: Mapping[str, str]) -> State:
 
 
 def cast(module: Network, dtype: torch.dtype) -> Network:
-    """``module`` with its weights in ``dtype``; rounded buffers would be wrong (rotary ones)."""
+    """``module`` with weights in ``dtype``; buffers stay, as rounding would spoil rotary ones."""
     for weight in module.parameters():
         weight.data = weight.data.to(dtype)
     return module
 
 
 def check_ids(ids: Tensor, count: int, vocabulary: int, what: str = "d2t") -> None:
-    """Raise ``ValueError`` unless ``ids`` are ``count`` different ones of a ``vocabulary``."""
+    """Raise ``ValueError`` unless ``ids`` are ``count`` different ids below ``vocabulary``."""
     possible = bool(((ids >= 0) & (ids < vocabulary)).all())
     if len(ids.unique()) != count or len(ids) != count or not possible:
         raise ValueError(
@@ -91,8 +89,8 @@ def layers_named(facts: Facts) -> tuple[int, ...]:
     """The target's layers that a drafter of any layout reads, counted from 0; empty if ``facts`` do
     not say.
 
-    speculators counts states, of which 0 are the embeddings. z-lab's and SpecForge's nested fields,
-    transformers' assistants and our own count layers.
+    speculators counts states, where state 0 is the embeddings. The nested fields of z-lab and
+    SpecForge, transformers' assistants and our own files count layers.
     """
     given = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
     if states := given.get(STATES) or facts.get(f"eagle_{STATES}"):
@@ -111,7 +109,7 @@ def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
 def qwen_config(facts: Facts, kind: str) -> Qwen2Config:
     """The ``config.json`` of a ``kind`` of model as Qwen2's.
 
-    Raises ``ValueError`` for sizes that are missing and layers that a Qwen2 cannot have.
+    Raises ``ValueError`` for missing sizes and for layers that Qwen2 does not have.
     """
     return Qwen2Config(
         **read_sizes(facts, {name: name for name in QWEN_SIZES}, kind),
@@ -123,7 +121,7 @@ def qwen_config(facts: Facts, kind: str) -> Qwen2Config:
 def read_sizes(facts: Facts, names: Mapping[str, str], kind: str) -> dict[str, Any]:
     """Sizes by the keys of ``names``, read from ``facts`` under the values of ``names``.
 
-    Raises ``ValueError`` for those that are missing.
+    Raises ``ValueError`` for missing sizes.
     """
     missing = [name for name in names.values() if not isinstance(facts.get(name), int | float)]
     if missing:
@@ -154,7 +152,7 @@ def plain_rope(facts: Facts, base: float, windows: bool = False) -> dict[str, An
 
 
 def read_acceptance(folder: Path) -> dict[float, Acceptance]:
-    """The tables by temperature in ``folder``; none where the drafter was never measured."""
+    """The acceptance tables by temperature in ``folder``; {} if the drafter was never measured."""
     file = folder / ACCEPTANCE
     tables = read_json(file) if file.exists() else {}
     return {
@@ -164,7 +162,7 @@ def read_acceptance(folder: Path) -> dict[float, Acceptance]:
 
 
 def write_acceptance(tables: Mapping[float, Acceptance], folder: Path) -> None:
-    """Write the ``tables`` by temperature to ``folder``, if there are any."""
+    """Write the acceptance ``tables`` by temperature to ``folder``, if any."""
     if tables:
         content = {str(temperature): table for temperature, table in tables.items()}
         (folder / ACCEPTANCE).write_text(json.dumps(content, indent=1) + "\n")

@@ -41,8 +41,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The target that a drafter belongs to, as far as its folder says; fields are None where it
-    does not.
+    """The target that a drafter belongs to, as its folder says; fields are None if it does not say.
 
     Its ``name`` and ``architectures``, ``width``, ``vocabulary``, number of ``layers``, the
     ``fingerprint`` of its embeddings, and which layers the drafter ``reads``, counted from 0.
@@ -57,7 +56,7 @@ class Wanted:
     fingerprint: str | None = None
 
     def misfits(self, config: PreTrainedConfig) -> list[str]:
-        """Why a drafter of such a target cannot draft for one of ``config``; empty if it can."""
+        """Why a drafter for this target cannot draft for a model of ``config``; empty if it can."""
         text: Any = config.get_text_config(decoder=True)
         misfits = {
             "width": (self.width, text.hidden_size),
@@ -140,7 +139,7 @@ class _Reader:
         )
 
     def _takes(self, command: str) -> dict[str, tuple[str, ...]]:
-        """Methods by a model's kind of output; a picture model's weights say whether it draws."""
+        """Methods by a model's kind of output; the weights say whether a picture model can draw."""
         picture = picture_type(self.folder.path)
         if picture is None:
             does = {"ask": "answers", "complete": "continues"}.get(command)
@@ -176,18 +175,18 @@ class _Reader:
 
     @property
     def speaks(self) -> bool:
-        """Whether there is a tokenizer, without which a model is no target."""
+        """Whether the folder has a tokenizer, without which a model cannot be a target."""
         path = self.folder.path
         return any((path / name).is_file() for name in (TOKENIZER, zoo.PIPELINE, zoo.PACKAGE))
 
     def _alone(self) -> Wanted:
-        """A model that drafts by itself shares the target's tokens, or brings its tokenizer."""
+        """A complete model's target: any, if the model has a tokenizer, else its vocabulary."""
         return Wanted() if self.speaks else Wanted(vocabulary=self._size("vocabulary"))
 
     def _use(
         self, kind: DrafterFormat, known: tuple[str, ...], command: str, drafters: bool
     ) -> str:
-        """The command that uses it."""
+        """The command that uses the drafter or model."""
         path = self.folder.path
         if command and (self.speaks or self.composed):
             return f"specmm {command} {path}" + (" --method auto" if drafters else "")

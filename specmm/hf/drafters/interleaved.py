@@ -1,8 +1,8 @@
 """Method ``sjd`` for answers with pictures: Jacobi drafts inside pictures, prompt lookup in text.
 
 A row in text drafts, as point masses, the tokens that followed an earlier occurrence of its latest
-words; if there is none, it drafts as speculative Jacobi decoding does. A row's committed tokens
-alone decide which, so every node still records the distribution it was drawn from.
+words; without one, it drafts as speculative Jacobi decoding does. The choice depends only on the
+row's committed tokens, so every node still records the distribution it was drawn from.
 
 Shape letters: B batch, W window, N = W + 1 nodes, V vocabulary.
 """
@@ -31,7 +31,7 @@ NGRAM = 3
 
 
 class InterleavedDrafter:
-    """Chains of ``window`` tokens; raises ``ValueError`` for one that is longer than a picture."""
+    """Chains of ``window`` tokens; raises ``ValueError`` if that is longer than a picture."""
 
     def __init__(self, target: InterleavedTarget, window: int = 8) -> None:
         self.target = target
@@ -62,7 +62,7 @@ class InterleavedDrafter:
         return DraftTree(tokens, tree.shape, probs)
 
     def _guesses(self, feedback: Feedback) -> tuple[Tensor, Tensor]:
-        """Tokens [B, N] looked up for rows in text, and a mask [B, N] of those that were found."""
+        """Tokens [B, N] looked up for rows in text, and a mask [B, N] of tokens that were found."""
         opened = self.target.grammar.after(self.target.opened, feedback.token).tolist()
         tokens = torch.zeros(len(opened), self.window + 1, dtype=torch.int64)
         known = torch.zeros_like(tokens, dtype=torch.bool)

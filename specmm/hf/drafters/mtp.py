@@ -7,8 +7,9 @@ Some models' layers read the target's own states at every depth (``mtp_layouts``
 once a round (``mtp_growth``).
 
 Picture tokens are read by their picture embeddings. A slot's rotary position is its own token's
-plus one: for text that is the next token's, as in transformers. With M-RoPE, which transformers
-does not draft with, it is vLLM's convention shifted by one, which attention cannot see.
+plus one: for text that is the next token's position, as in transformers. With M-RoPE, for which
+transformers has no drafting, this is vLLM's convention shifted by one; a shift does not change
+attention.
 
 Shape letters: B rows, K layers, N tokens, L prompt positions, C width, S slots, V vocabulary.
 """
@@ -116,7 +117,7 @@ class MtpDrafter:
             return self.slots.run(min(depth, self.growth.count - 1), embeddings, hidden)
 
     def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
-        """Store the prompt's slots; states [B, L, K, C] of all layers, ``token`` [B] the last."""
+        """Store the slots of prompt and ``token`` [B]; states [B, L, K, C] of all layers."""
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         with self.clock("draft"):
@@ -138,7 +139,7 @@ class MtpDrafter:
             return torch.stack(states, 2)
 
     def _next_embeddings(self, target: VLMTarget, token: Tensor) -> Tensor:
-        """Embeddings [B, L, C] of the token after each slot of the prompt, the last ``token`` [B].
+        """Embeddings [B, L, C] of the token after each slot of the prompt, finally ``token`` [B].
 
         Pictures are embedded as for the decoder.
         """
@@ -157,7 +158,7 @@ def _at(states: Tensor, slots: Tensor) -> Tensor:
 
 
 def make(method: methods.MTP, target: VLMTarget, drafter: object, tokenizer: object) -> Assembly:
-    """The parts of method ``mtp``; ``drafter`` are other layers than the checkpoint's, if any.
+    """The parts of method ``mtp``; ``drafter``, if given, replaces the checkpoint's layers.
 
     Raises ``ValueError`` for anything else.
     """

@@ -1,9 +1,9 @@
 """Fine-tuned MTP layers under the names of their target's own checkpoint, where vLLM and SGLang
 look for them.
 
-For these layers transformers cannot undo the conversions it does on loading (renaming, stacking
-experts, splitting). So a copy of the checkpoint whose entries are consecutive numbers is loaded
-once: the place where a number ends up shows where its entry belongs.
+For these layers transformers cannot undo the conversions of loading (renaming, stacking experts,
+splitting). So it loads a copy of the checkpoint whose entries are consecutive numbers: the place
+where a number ends up shows where its entry belongs.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
 
 
 def _order(given: State) -> list[str]:
-    """The names of the weights ``given``, small weights first: some stay in float32, which holds
-    only small integers exactly.
+    """The names of the weights ``given``, small weights first: some must stay float32, which
+    represents only small integers exactly.
     """
     return sorted(given, key=lambda name: (given[name].numel(), name))
 
 
 def _placed(tuned: State, numbers: State, given: State) -> State:
-    """The weights ``given``, with the ``tuned`` ones at the places in ``numbers``."""
+    """The weights ``given``, with the ``tuned`` weights at the positions in ``numbers``."""
     widest = max((x.dtype for x in tuned.values()), key=lambda dtype: torch.finfo(dtype).bits)
     flat = torch.cat([given[name].flatten().to(widest) for name in _order(given)])
     for name, places in numbers.items():

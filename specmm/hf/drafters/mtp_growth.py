@@ -28,7 +28,7 @@ class LayerGrowth(Growth):
 
     ``last`` [B, K, C]: each layer's prediction after the last committed token; the caller sets it
     for the prompt. A round's committed tokens stay in scratch slots, before its drafts, until the
-    tree is grown. Only the ``count`` K layers that a tree reaches are run.
+    tree is grown. Only the first K = ``count`` layers, which the tree reaches, are run.
     """
 
     last: Tensor
@@ -44,16 +44,16 @@ class LayerGrowth(Growth):
         return self.before + self.fed
 
     def begin(self, cache: Cache) -> None:
-        """See :class:`specmm.core.growth.Growth`; first are the mask's rows of committed tokens."""
+        """See :class:`specmm.core.growth.Growth`; the mask begins with committed tokens' rows."""
         super().begin(cache)
         own_slots = slice(cache.size.capacity, self.start)
         self.mask[:, :, : self.before, own_slots].masked_fill_(self.chain, 0)
         self.order = torch.arange(self.before, device=self.mask.device)
 
     def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:
-        """The first layer's state [B, C] after the last committed token; it reads the others.
+        """The first layer's state [B, C] after the last committed token; reads committed tokens.
 
-        Without a result nothing was committed since ``last`` was set.
+        Without a result no token was committed since ``last`` was set.
         """
         rows = len(feedback.token)
         if feedback.result is None or feedback.tokens is None:
@@ -81,7 +81,7 @@ class LayerGrowth(Growth):
         return tree
 
     def _show(self, kept: Tensor) -> None:
-        """Open the mask for earlier tokens and, to drafts, for the round's ``kept`` [B]."""
+        """Unmask earlier tokens and, for drafts, also the round's ``kept`` [B] tokens."""
         capacity = self.cache.size.capacity
         self.mask[..., :capacity] = self.cache.prefix_bias()[:, None, None]
         seen = self.bias[..., capacity : self.start]
@@ -113,11 +113,11 @@ class LayerGrowth(Growth):
         return found[:, -count:]
 
     def _positions(self, depth: int, count: int) -> Tensor:
-        """As in :class:`specmm.core.growth.Growth`, after committed tokens without a slot."""
+        """As in :class:`specmm.core.growth.Growth`, but committed tokens do not have slots yet."""
         return super()._positions(depth, count) + self.kept[:, None]
 
     def _note(self, states: Tensor, number: int) -> Tensor:
-        """Store the ``states`` [B, N, C] of layer ``number``; returns that after the last token."""
+        """Store layer ``number``'s ``states`` [B, N, C]; return the state after the last token."""
         self.states = torch.cat([self.last[:, number, None], states], 1)
         found = at_nodes(self.states, self.kept[:, None])[:, 0]
         self.last[:, number] = found

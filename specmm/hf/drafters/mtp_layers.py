@@ -2,7 +2,7 @@
 
 A checkpoint stores them beside its other weights: as further layers (DeepSeek-V3, GLM-4 MoE, Step)
 or under ``mtp`` (Qwen 3.5, Mellum). transformers' ``MtpModel`` builds them from the target's own
-layer class and reads either layout. This module passes it the number of layers where the config has
+layer class and reads either layout. This module tells it the number of layers if the config has
 that under another name, and the names of their weights for any depth of the target. Layouts that
 ``MtpModel`` does not read are in ``mtp_layouts``.
 
@@ -49,7 +49,7 @@ ADVICE = "use a checkpoint that holds them, or another method such as prompt-loo
 
 @dataclass
 class MtpLayers:
-    """The loaded ``model`` of transformers, and what its layers store of a token, ``sizes``.
+    """The loaded ``model`` of transformers, and the ``sizes`` of its layers' cache entries.
 
     Unless ``chained``, each layer reads the target's own states, which the layers before it pass
     on.
@@ -62,7 +62,7 @@ class MtpLayers:
 
     @classmethod
     def of(cls, model: MtpModel) -> MtpLayers:
-        """A loaded ``model`` of transformers; a token is run to see what its layers store."""
+        """Layers from a loaded ``model``; runs a token to find the sizes of cache entries."""
         layout = layout_of(model.config)
         return cls(model, _sizes(model), layout is None or layout.chained)
 
@@ -72,7 +72,7 @@ class MtpLayers:
         return len(self.sizes)
 
     def predicted(self, states: Tensor) -> Tensor:
-        """The predictions [B, N, C] within the ``states`` that a layer returns."""
+        """The predictions [B, N, C] among the ``states`` that a layer returns."""
         return states[..., : self.model.config.hidden_size]
 
     def windows(self) -> list[int]:
@@ -127,8 +127,8 @@ class LayerSlots:
     def run(self, number: int, embeddings: Tensor, states: Tensor) -> Tensor:
         """States [B, N, C] that layer ``number`` predicts after tokens with ``embeddings``.
 
-        ``states`` [B, N, C]: of the token before each. Layers that are not chained also return
-        them, unchanged, after their predictions: [B, N, C + C].
+        ``states`` [B, N, C]: the state before each token. Layers that are not chained return them,
+        unchanged, after their predictions: [B, N, C + C].
         """
         layer = self.model.layers[number]
         states = states[..., -embeddings.shape[-1] :]
@@ -157,7 +157,7 @@ class LayerSlots:
         return self.turned[kind]
 
     def _mask(self, number: int) -> Tensor:
-        """A layer's mask: full attention, less slots outside its window and its first slots."""
+        """A layer's mask: full attention, without slots outside its window and its first slots."""
         window = self.windows[number]
         if not window and not number:
             return self.bias
@@ -206,8 +206,8 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
 
 
 def named_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """A copy of ``target`` from which transformers' ``MtpModel`` can read its layers in ``folder``:
-    with its own config, which has their number, and the names of their weights; the rest is shared.
+    """A copy of ``target`` from which transformers' ``MtpModel`` can read the layers in ``folder``:
+    it has a separate config with their number, and the names of their weights, and shares the rest.
     """
     main = copy.copy(target)
     main.config = told_layers(target.config, folder)
@@ -262,9 +262,8 @@ def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
 def told_layers(config: PreTrainedConfig, folder: str | Path | None) -> PreTrainedConfig:
     """A copy of ``config`` with the number and kinds of the MTP layers in ``folder``.
 
-    If neither the config nor a layout names the kinds, the layers attend to all tokens, as in
-    Qwen 3.5, and their feed-forward is of the last layer's kind. Raises ``ValueError`` if there are
-    no such layers.
+    If neither the config nor a layout names the kinds, the layers have full attention, as in Qwen
+    3.5, and the last layer's kind of feed-forward. Raises ``ValueError`` if there are none.
     """
     told = copy.deepcopy(config)
     text: Any = told.get_text_config(decoder=True)

@@ -51,7 +51,7 @@ class SmallModel:
 
     @classmethod
     def of(cls, drafter: object) -> SmallModel:
-        """``drafter``, or a bare model as one; ``ValueError`` for anything else."""
+        """``drafter`` itself, or around a bare model; ``ValueError`` for anything else."""
         if isinstance(drafter, cls):
             return drafter
         # a compiled or adapted model wraps one of transformers
@@ -67,8 +67,9 @@ class ModelDrafter:
     """Drafts with the transformers ``model`` for ``target``.
 
     ``tree``, ``sampled`` and ``siblings``: see :class:`Growth`. ``inputs`` makes the drafter's
-    prompt from the target's; ``translation`` maps the target's tokens to the drafter's (None: they
-    are the same). Raises ``ValueError`` when vocabularies differ and there is no translation.
+    prompt from the target's; ``translation`` maps the target's tokens to the drafter's (None: both
+    have the same tokens). Raises ``ValueError`` when vocabularies differ and there is no
+    translation.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class ModelDrafter:
         self.max_depth = self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Show the drafter the prompt with the first token after it."""
+        """Run the drafter on the prompt and the first token after it."""
         self.clock = clock
         with clock("draft"):
             prompt = VLMPrompt(self.inputs(self.target.prompt), self.target.prompt.max_new_tokens)
@@ -143,7 +144,7 @@ def make_text_draft(
 ) -> Assembly:
     """The parts of method ``text-draft``: a language model, which sees no picture.
 
-    With a tokenizer that is not the target's it is shown text, and its drafts are translated.
+    If its tokenizer is not the target's, it reads text, and its drafts are translated.
     """
     small = SmallModel.of(drafter)
     words = small.processor
@@ -165,7 +166,7 @@ def make_vlm_draft(
 ) -> Assembly:
     """The parts of method ``vlm-draft``: a small vision-language model.
 
-    It is shown pictures and question by its own processor, or the target's inputs.
+    It reads pictures and question through its own processor, or the target's inputs.
     """
     small = SmallModel.of(drafter)
     proc = small.processor
@@ -192,7 +193,7 @@ def _assembled(
     inputs: Inputs,
     translation: Translation | None,
 ) -> Assembly:
-    """Deferred, as every drafter that must read the prompt: many answers are one word."""
+    """The drafter reads the prompt only after the first round, as many answers are one word."""
     shape, drawn, rule = drawn_trees(method.rule, method.tree, target)
     drafter = ModelDrafter(model, target, shape, inputs, translation, *drawn)
     return Assembly(DeferredDrafter(drafter), rule)

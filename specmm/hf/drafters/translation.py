@@ -25,8 +25,8 @@ LEAST = 0.05  # share of the target's tokens that the drafter must know to be wo
 
 
 class Translation:
-    """For each target token the drafter's nearest token, ``ids`` [V], and whether both are the same
-    text, ``shared`` [V].
+    """For each target token: the drafter's nearest token, ``ids`` [V], and whether both have the
+    same text, ``shared`` [V].
 
     ``foreign`` says whether the drafter has another tokenizer, which splits text in its own way.
     """
@@ -41,7 +41,7 @@ class Translation:
         """The identity for a shared tokenizer, whose vocabularies differ by at most ``padding``
         (None: by any number).
 
-        Raises ``ValueError`` when they differ more.
+        Raises ``ValueError`` if they differ by more.
         """
         if padding is not None and abs(drafter - target) > padding:
             raise ValueError(
@@ -60,7 +60,7 @@ class Translation:
         rows: int,
     ) -> Translation:
         """The translation from the target's tokenizer, with ``vocabulary`` tokens, to the
-        drafter's, whose model has so many ``rows``. Raises ``ValueError`` when they share too few
+        drafter's, whose model has ``rows`` tokens. Raises ``ValueError`` if they share too few
         tokens.
         """
         texts = sorted(_texts(drafter).items(), reverse=True)

@@ -25,7 +25,7 @@ ELSEWHERE = ("cpu", "disk", "meta")  # where accelerate keeps weights until a la
 def moved(
     model: Any, device: torch.device | str, dtype: torch.dtype, files: Sequence[Path] = ()
 ) -> Any:
-    """``model`` on ``device`` in ``dtype``, but for :func:`uncast` buffers.
+    """``model`` on ``device`` in ``dtype``, except :func:`uncast` buffers.
 
     Weights that are still mapped from ``files`` are copied one by one, within the memory of the
     copies.
@@ -46,8 +46,8 @@ def moved(
 def uncast(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Buffers, by name, that must not be cast when ``model`` is put in ``dtype``.
 
-    These are complex numbers, of which a cast would leave only the real part (Llama 4's vision
-    tower rotates by such), and values that transformers computes in a wider dtype than the
+    These are complex numbers, of which a cast would keep only the real part (Llama 4's vision tower
+    has such rotary factors), and values that transformers computes in a wider dtype than the
     weights', above all the frequencies of rotary embeddings.
     """
     stored = model.state_dict().keys()
@@ -62,7 +62,7 @@ def uncast(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def is_quantised(model: Any) -> bool:
-    """Whether a quantiser of transformers made ``model``'s weights."""
+    """Whether transformers quantised the weights of ``model``."""
     return getattr(model, "hf_quantizer", None) is not None
 
 
@@ -83,9 +83,9 @@ class Placing:
         quantization_config: Any = None,
         variant: str | None = None,
     ) -> Placing:
-        """How to load the model in ``folder``; a quantised one is loaded onto its device directly.
+        """How to load the model in ``folder``; a quantised one is loaded directly onto its device.
 
-        Raises ``ValueError`` for a quantisation that is not a config.
+        Raises ``ValueError`` if ``quantization_config`` is not a config.
         """
         if quantization_config is not None and not hasattr(quantization_config, "to_dict"):
             raise ValueError(
@@ -107,8 +107,9 @@ class Placing:
 
     @cached_property
     def dtype(self) -> torch.dtype | None:
-        """The dtype to load in: the files' own, so that :meth:`put` makes the only copy; the wanted
-        dtype if files differ or transformers places the model; None for the config's.
+        """The dtype to load in: the files' dtype, so that :meth:`put` makes the only copy; the
+        wanted dtype if the files' dtypes differ or transformers places the model; None: the
+        config's.
         """
         stored = None if self.options else stored_dtype(self._files)
         return stored or self.place.dtype

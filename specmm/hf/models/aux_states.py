@@ -15,7 +15,7 @@ from torch import Tensor, nn
 class AuxStates:
     """The latest outputs of ``layers``, kept by hooks that are removed with this object.
 
-    ``listens`` says whether a forward counts: others may use the same layers.
+    ``listens`` says whether to record a forward: others may use the same layers.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class AuxStates:
 def _recorder(
     seen: list[Tensor | None], place: int, listens: Callable[[], bool]
 ) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
-    """A hook that holds no reference to the object that owns ``seen``."""
+    """A hook that records into ``seen`` without a reference to the object that owns it."""
 
     def record(_: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if listens():

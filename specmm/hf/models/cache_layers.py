@@ -65,7 +65,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class _PackedLayer(_SlotLayer):
-    """A layer of several caches whose ``memories`` one forward writes; see :class:`PackedMask`."""
+    """The same layer of several caches: one forward writes its ``memories``; see ``PackedMask``."""
 
     def __init__(self, memories: Sequence[Memory], mask: PackedMask) -> None:
         self.memories = memories
@@ -84,7 +84,7 @@ class _PackedLayer(_SlotLayer):
 
 
 def packed(caches: Sequence[Cache], mask: PackedMask) -> TransformersCache:
-    """The ``caches`` as one, for a forward of tokens side by side."""
+    """The ``caches`` as one, for a forward over their concatenated tokens."""
     layers = zip(*(cache.layers for cache in caches), strict=True)
     return TransformersCache(layers=[_PackedLayer(memories, mask) for memories in layers])
 
@@ -133,7 +133,7 @@ def as_transformers(
     sizes: Sequence[LayerSize | None] = (),
     kinds: Sequence[Any] = (),
 ) -> TransformersCache:
-    """The ``memories`` as ``past_key_values``, in the order of the layers that have one.
+    """The ``memories`` as ``past_key_values``, in the order of the layers that have a memory.
 
     ``sizes`` has None for layers that store no keys of text tokens; by default all layers do. If
     some do not, ``kinds`` are the layers of the model's own cache.

@@ -2,9 +2,9 @@
 and the cache entries of each layer.
 
 The config does not say how a class changes its logits after the head: the same name is a divisor in
-one class and a factor in the next. So it is measured on the model's own forward: known numbers are
-put beside the head's output, and their results are read. The size of each layer's cache entries is
-read from the cache of the same forward.
+one class and a factor in the next. So it is measured on the model's own forward: the head returns
+known numbers, and the resulting logits are read. The size of each layer's cache entries is read
+from the cache of the same forward.
 
 Shape letters: B batch, L prompt positions, C width, T positions, P known numbers, V vocabulary, v
 some of its tokens.
@@ -56,7 +56,7 @@ Rows = TypeVar("Rows", bound="FewRows")
 class AfterHead:
     """Logits times ``scale``, then limited to ±``cap`` by a tanh (None: no limit).
 
-    Logits of the tokens ``hidden`` become the dtype's lowest number, whatever the head says.
+    Logits of the tokens ``hidden`` become the dtype's lowest number.
     """
 
     scale: float = 1.0
@@ -78,8 +78,8 @@ class Way:
     """How a model is run.
 
     With ``left`` a prompt is padded at the left and prepared by the model itself, as its generate
-    does. With ``whole`` trees and steps go by tokens through all of the model before its head, not
-    by embeddings through its decoder.
+    does. With ``whole``, trees and steps pass as tokens through the whole model below its head;
+    otherwise they pass as embeddings through its decoder.
     """
 
     left: bool = False
@@ -94,9 +94,9 @@ class Family:
     """A model's parts by their common names.
 
     ``head`` turns states [..., C] into logits [..., V], ``embedding`` tokens [...] into the
-    decoder's inputs [..., C]; ``image_tokens`` are the ids that stand for picture content. The
-    logits of a head that is ``foreign`` to the model's own forward are not changed. Unless the
-    vocabulary is ``shared``, ids of drafted tokens mean other tokens than in the prompt.
+    decoder's inputs [..., C]; ``image_tokens`` are the ids that stand for picture content. If the
+    head is ``foreign`` to the model's own forward, its logits are used unchanged. Unless the
+    vocabulary is ``shared``, ids of drawn tokens stand for other tokens than in the prompt.
     """
 
     model: PreTrainedModel
@@ -157,7 +157,7 @@ class Family:
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers in order; raises ``ValueError`` where they have no known name."""
+        """The decoder's layers in order; raises ``ValueError`` if they have no known name."""
         name = next((name for name in LAYERS if hasattr(self.decoder, name)), None)
         if name is None:
             raise ValueError(
@@ -178,7 +178,7 @@ class Family:
 
     @cached_property
     def _attention_of(self) -> dict[str, str]:
-        """Where layers have states: the kind of attention of each kind of layer, "" for none."""
+        """For models with states: the kind of attention of each kind of layer, "" for none."""
         types = getattr(self.config, "layer_types", None) or [FULL] * len(self.cache_kinds)
         kinds = zip(types, self.cache_kinds, self.layer_sizes, strict=True)
         return {
@@ -188,22 +188,22 @@ class Family:
 
     @cached_property
     def window(self) -> int:
-        """Positions a sliding layer attends, itself included; 0 where no layer slides."""
+        """Positions that a sliding layer attends to, its own included; 0 without sliding layers."""
         return int(self.config.sliding_window or 0) if SLIDING in self.kinds else 0
 
     @cached_property
     def chunk(self) -> int:
-        """Positions of a chunk, within which a chunked layer attends; 0 where there is none."""
+        """Positions of a chunk, within which a chunked layer attends; 0 without such layers."""
         return int(self.config.attention_chunk_size) if CHUNKED in self.kinds else 0
 
     @property
     def partial(self) -> bool:
-        """Whether some layers attend a part of the positions before a token."""
+        """Whether some layers attend to only a part of the earlier positions."""
         return bool(self.window or self.chunk)
 
     @cached_property
     def layer_sizes(self) -> tuple[LayerSize | None, ...]:
-        """Size of each layer's cache entry for a token; None without keys and values of its own."""
+        """Size of each layer's cache entry for a token; None for layers without keys and values."""
         return fact(self.model, LAYER_SIZES, self._stored_sizes)  # or its own forward was asked
 
     def _stored_sizes(self) -> tuple[LayerSize | None, ...]:
@@ -221,12 +221,12 @@ class Family:
 
     @cached_property
     def chains_only(self) -> bool:
-        """Whether drafts must be chains: some layers have a state, which only one path can move."""
+        """Whether drafts must be chains: some layers' states can follow only one path."""
         return any(map(has_states, self.cache_kinds))
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """The ways in which this model may be run, in the order in which they are tried."""
+        """The possible ways to run this model, in the order in which they are tried."""
         # padding at the right would move states; some decoders take more of a token than a state
         return tuple(
             way
@@ -296,7 +296,7 @@ class Family:
 
     def plain_embedding(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., C] of ``tokens`` [...] as block drafters and MTP layers read them:
-        before a norm that some models put on top, and without gradients.
+        without a norm that some models apply afterwards, and without gradients.
         """
         if not hasattr(self.embedding, "embed_norm"):
             return self.embedding(tokens).detach()
@@ -317,7 +317,7 @@ class Family:
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v].
 
-        It uses the weights of this moment: ask again in each call.
+        It uses the current weights; call this again for each run.
         """
         if ids is None:
             return self.logits
@@ -345,14 +345,14 @@ class Family:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether attention takes a tree's mask: loaded with ``specmm_tree``, without a window."""
+        """Whether attention takes a tree's mask: it is set to ``specmm_tree`` and has no window."""
         return self.config._attn_implementation == TREES and not self.partial
 
     def masks(self, bias: Tensor | None, queries: Tensor, keys: Tensor) -> Any:
         """The attention mask argument of the decoder: one mask, or one by kind of layer.
 
-        ``bias`` [B, 1, N, S] is the mask of full attention, ``queries`` [1 or B, N] and ``keys``
-        [B, S] the places of nodes and slots in their texts.
+        ``bias`` [B, 1, N, S] is the mask of full attention; ``queries`` [1 or B, N] and ``keys``
+        [B, S] are the indices of nodes and slots in their texts.
         """
         if not any(self.layer_sizes):  # states alone
             return None
@@ -479,14 +479,14 @@ def _compiled_from(module: Any) -> Any:
 
 
 def has_states(layer: Any) -> bool:
-    """Whether a ``layer`` of transformers' cache has states."""
+    """Whether a ``layer`` of transformers' cache holds states."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def after_head(model: PreTrainedModel) -> AfterHead:
     """How ``model`` changes its head's logits, measured by one forward of a token and cached.
 
-    Raises ``ValueError`` when that is neither a factor nor a cap nor hidden tokens.
+    Raises ``ValueError`` for other changes than a factor, a cap and hidden tokens.
     """
 
     def find() -> AfterHead:
@@ -498,15 +498,15 @@ def after_head(model: PreTrainedModel) -> AfterHead:
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache of transformers with what each of the ``model``'s layers needs."""
+    """An empty transformers cache with the kind of entry that each layer of ``model`` needs."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """The model's own logits [B, T, V] of ``input_ids`` [B, T].
 
-    ``after_head`` and ``layer_sizes`` are read from the same forward. Raises ``ValueError`` when
-    the model does more than to scale, to cap and to hide some of its logits.
+    ``after_head`` and ``layer_sizes`` are read from the same forward. Raises ``ValueError`` if the
+    model changes logits otherwise than by a factor, a cap and hidden tokens.
     """
     cache = empty_cache(model)
     known = torch.tensor(KNOWN, dtype=torch.float64, device=model.device)
@@ -555,7 +555,7 @@ def room_of(config: Any) -> int:
 
 
 def _scaled(config: Any) -> list[dict[str, Any]]:
-    """Parameters of the rotary embeddings with a factor; each kind of layer may have its own."""
+    """Parameters of rotary embeddings that have a factor; they may differ by kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     each = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
     return [kind for kind in each if kind.get("factor") and kind.get("rope_type") in SCALED]
@@ -567,7 +567,7 @@ def _original(rope: dict[str, Any], length: int) -> int:
 
 
 def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:
-    """Ids [count] of the vocabulary that are neither special nor placeholders of pictures."""
+    """``count`` ids of the vocabulary that are neither special nor placeholders of pictures."""
     text = config.get_text_config()
     special = _special(config) | _special(text)
     size = int(text.vocab_size)
@@ -612,7 +612,7 @@ def few_rows(kind: type[Rows], head: nn.Linear, ids: Tensor) -> Rows:
 
 
 def _without(logits: Tensor, hidden: Tensor | None) -> Tensor:
-    """``logits`` [..., V] with the least number there is for the tokens ``hidden`` [V]."""
+    """``logits`` [..., V] with the dtype's lowest number for the tokens ``hidden`` [V]."""
     return logits if hidden is None else logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
 
 

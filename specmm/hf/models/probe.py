@@ -2,12 +2,13 @@
 
 Classes differ in the steps after the decoder, in the form of positions and masks, and in what they
 cache. A target that gets one of these wrong would give wrong answers without any error. So every
-model is tested: for text when a target is made of it, and for each kind of prompt with pictures
-when the first one comes. A few tokens and logits of its own ``generate`` are compared with a
-prefill and a small tree of ours. The ways to run it are tried in turn until one agrees.
+model is tested: for text when a target is made from it, and for each kind of prompt with pictures
+when the first such prompt comes. A few tokens and logits of the model's own ``generate`` are
+compared with a prefill and a small tree of ours. The ways to run the model are tried in turn until
+one agrees.
 
-Models that take chains only (layers with states) are tested with several, each accepted in part: a
-state that was not reset to the last accepted token gives wrong scores in the next chain.
+Models that take only chains (layers with states) are tested with several chains, each accepted in
+part: a state that was not reset to the last accepted token gives wrong scores in the next chain.
 
 Shape letters: B batch, N tokens of the trees, T tokens of the model's own, V vocabulary.
 """
@@ -50,12 +51,12 @@ Probing = Callable[[Way], Target]
 
 
 def check_model(model: PreTrainedModel, target: Probing) -> Way:
-    """The way in which trees of text score as the ``model``'s own forwards do.
+    """The way of running ``model`` in which trees of text score as in its own forwards.
 
     ``target`` makes an unchecked target of the model that samples at temperature 1. Each model is
     tested once; a model whose logits are not finite passes. Raises ``ValueError`` naming the
-    model's type if no way agrees, except for models that may read pictures otherwise than text:
-    these are tested again (see ``way_of``).
+    model's type if no way agrees, except for models that may read pictures in another way than
+    text: these are tested again (see ``way_of``).
     """
     answer = _text(model, target)
     if isinstance(answer, str) and answer.startswith(DIFFERS) and _reads_pictures(model):
@@ -64,10 +65,10 @@ def check_model(model: PreTrainedModel, target: Probing) -> Way:
 
 
 def way_of(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Way:
-    """The way in which prompts like this one, with pictures or the like, score as in ``generate``.
+    """The way of running ``model`` in which prompts of this kind score as in ``generate``.
 
-    Each kind of prompt is tested once a model. Raises ``ValueError`` saying what differs, or why
-    the model itself cannot read the prompt.
+    Each kind of prompt is tested once for each model. Raises ``ValueError`` saying what differs, or
+    why the model itself cannot read the prompt.
     """
     long = Family.of(model).room < prompt.width + OWN + 1  # to be asked about
     if not prompt.kind or long:
@@ -160,8 +161,8 @@ def _prepares_otherwise(model: PreTrainedModel) -> bool:
 
 
 def _noise(model: PreTrainedModel) -> float:
-    """Distance between two forwards of the model's own, over a whole text and token by token, as a
-    share of the range of log-probabilities.
+    """Distance between two of the model's own forwards, one over a whole text and one token by
+    token, as a share of the range of log-probabilities.
     """
 
     def find() -> float:
@@ -177,8 +178,8 @@ def _noise(model: PreTrainedModel) -> float:
 
 
 def _agreeing(family: Family, compute: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
-    """The first of the ``family``'s ways whose log-probabilities equal those ``wanted``; else the
-    nearest one, if it is within the model's own noise; else the reason why none fits.
+    """The first of the ``family``'s ways whose log-probabilities equal ``wanted``; else the nearest
+    way, if it is within the model's own noise; else the reason why no way agrees.
     """
     ways = family.ways
     if not _embeds_alike(family):
@@ -218,7 +219,7 @@ def own_noise(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _embeds_alike(family: Family) -> bool:
-    """Whether a placeholder that is generated reaches the decoder as its own embedding."""
+    """Whether a generated placeholder token reaches the decoder as its own embedding."""
     if not family.image_tokens or family.body is family.decoder:
         return True
     ids = torch.tensor([family.image_tokens], device=family.model.device)
@@ -249,7 +250,7 @@ def _distance(computed: Tensor, wanted: Tensor) -> float:
 
 
 def _told(error: Exception) -> str:
-    """``error`` in a line; an error about memory does not concern the model and is raised."""
+    """``error`` in one line; out-of-memory errors, which do not concern the model, are raised."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -279,7 +280,7 @@ def _own(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]
 
 
 def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-    """As :func:`_own`, token by token as its generate: some mixers compute otherwise at once."""
+    """As :func:`_own`, but token by token as in generate: some mixers then compute differently."""
     own_logits(model, tokens[None, :1])  # caches other facts of the same forward
     longest = [path for path in paths if not any(_begins(path, other) for other in paths)]
     row_of = [next(i for i, x in enumerate(longest) if x[: len(p)] == p) for p in paths]
@@ -300,13 +301,13 @@ def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int
 
 
 def _begins(path: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether ``other`` goes on from ``path``."""
+    """Whether ``other`` begins with ``path``."""
     return len(path) < len(other) and other[: len(path)] == path
 
 
 def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tensor]:
-    """The model's own next tokens [B, T] and log-probabilities [B, T, V], the likeliest of which
-    need not be these tokens: its generation settings may forbid some.
+    """The model's own next tokens [B, T] and log-probabilities [B, T, V]. The tokens may differ
+    from the likeliest ones, because generation settings may forbid some.
     """
     return _generate(model, prompt.at_left()[0], OWN)
 
@@ -314,7 +315,7 @@ def _generated(model: PreTrainedModel, prompt: VLMPrompt) -> tuple[Tensor, Tenso
 def _generate(
     model: PreTrainedModel, inputs: dict[str, Any], count: int, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """``count`` tokens [B, T] of the model's own generate, and log-probabilities [B, T, V]."""
+    """T = ``count`` tokens [B, T] of the model's own generate, and log-probabilities [B, T, V]."""
     plain = GenerationConfig(
         max_new_tokens=count,
         min_new_tokens=count,
@@ -337,8 +338,8 @@ def _generate(
 
 @torch.inference_mode()
 def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, trees: Trees) -> Tensor:
-    """Log-probabilities [B, 1 + N, V] after ``prompt``, and by one pass over each of the ``trees``
-    of ``drafts`` [B, N].
+    """Our log-probabilities [B, 1 + N, V] after ``prompt`` and, by one pass for each of the
+    ``trees``, after ``drafts`` [B, N].
     """
     scores = [target.prefill(prompt, max(len(parents) for parents, _ in trees)).probs]
     left = drafts

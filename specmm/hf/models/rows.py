@@ -54,7 +54,7 @@ class RowProcessors:
         return any(row.stateful for row in self.rows)
 
     def check_vocabulary(self, size: int) -> None:
-        """Rows were checked when they were made."""
+        """Does nothing: rows were checked when they were made."""
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
@@ -119,7 +119,7 @@ class RowsTarget(VLMTarget):
 
     @cached_property
     def reads_ragged(self) -> bool:
-        """Whether prompts of several lengths can be read at once."""
+        """Whether prompts of different lengths can be read at once."""
         if self.family.chains_only:
             return False
         prompt = VLMPrompt({**padded([[0, 0], [0]])}, 1).to(self.device, self.dtype)
@@ -129,7 +129,7 @@ class RowsTarget(VLMTarget):
             return False
 
     def open(self, scratch: int, rows: int = 1) -> None:
-        """Begin without rows, with room for trees of ``scratch`` nodes, and for ``rows`` rows where
+        """Begin without rows, with room for trees of ``scratch`` nodes, and for ``rows`` rows if
         memory is only reserved.
         """
         self.scratch = scratch
@@ -151,7 +151,7 @@ class RowsTarget(VLMTarget):
 
     @property
     def _members(self) -> list[Joining]:
-        """The objects that hold state for each row."""
+        """The objects that hold per-row state."""
         states = [] if self.recurrent is None else [self.recurrent]
         return [self.cache, self.history, *states]
 
@@ -205,7 +205,7 @@ class RowsTarget(VLMTarget):
         return dict.fromkeys(rows, not_finite(self.name)) | self.processor.failed
 
     def without_cache(self) -> RowsTarget:
-        """A copy with the state that drafters read of a prompt, without its keys and values."""
+        """A copy with the state of a prompt that drafters read, without keys and values."""
         target = copy.copy(self)
         for name in ("cache", "past", "history", "logits"):
             vars(target).pop(name, None)
@@ -221,19 +221,19 @@ class RowsTarget(VLMTarget):
 
     @property
     def resumes(self) -> bool:
-        """Whether reading can resume after a stored beginning; not for layers with states."""
+        """Whether reading can resume after a stored prefix; not for layers with states."""
         return self.joins and not self.family.chains_only
 
     @property
     def packs(self) -> bool:
-        """Whether tokens of other caches can go through the model beside those of its rows."""
+        """Whether one forward can process tokens of other caches beside the rows' tokens."""
         family = self.family
         return family.takes_trees and not (family.chains_only or self.way.whole or self.way.left)
 
     @property
     def reads_pieces(self) -> bool:
-        """Whether texts can be read as chains of nodes: drafters have M-RoPE's positions of whole
-        prompts alone.
+        """Whether texts can be read in pieces, as chains; drafters know M-RoPE of whole prompts
+        only.
         """
         return self.packs and not (self.wants_context and self.family.mrope)
 
@@ -289,9 +289,9 @@ class RowsTarget(VLMTarget):
     def have_read(
         self, ids: Tensor, counts: Tensor, states: Tensor, hidden: Tensor, first: bool
     ) -> None:
-        """Take over the next tokens ``ids`` [B, k] of prompts, ``counts`` [B] of each, after a
-        forward that left them in the scratch region and returned ``states`` [B, k, C]. ``first``:
-        whether these are the first tokens.
+        """Commit the next tokens ``ids`` [B, k] of prompts, ``counts`` [B] of each, after a forward
+        that stored them in the scratch region and returned ``states`` [B, k, C]. ``first``: whether
+        these are the first tokens.
         """
         kept = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
         self.cache.keep(kept, counts)
@@ -324,7 +324,9 @@ def _joined(before: Context, after: Context) -> Context:
 
 
 def why_no_rows(family: Family, way: Way) -> str:
-    """Why rows of such a model cannot join a batch; empty if they can."""
+    """Why rows of a ``family``'s model, run in this ``way``, cannot join a batch; empty if they
+    can.
+    """
     if family.turning_point is not None or family.stretched_after is not None:
         return "its positions depend on the length of a text"
     if not any(family.layer_sizes):
@@ -336,10 +338,10 @@ def why_no_rows(family: Family, way: Way) -> str:
 
 
 class Reading:
-    """A prompt being read by itself, or several short ones at once: ``processors`` are the prompts'
-    own, ``most`` is the largest piece in tokens, ``room`` the most tokens of prompt and answer. A
-    prompt with a function in ``hear`` gets the logits [n, V] that predict its tokens after the
-    first.
+    """A prompt that is being read by itself, or several short prompts at once. ``processors``: each
+    prompt's own; ``most``: tokens of the largest piece; ``room``: most tokens of prompt and answer.
+    A prompt's function in ``hear`` is called with the logits [n, V] that predict its tokens after
+    the first.
     """
 
     def __init__(
@@ -365,8 +367,8 @@ class Reading:
         self.output: TargetOutput | None = None  # after the last token
 
     def resume(self, arrays: Sequence[Tensor], context: Context | None) -> None:
-        """Take over the first n tokens from storage: their keys and values ``arrays`` [A, n, H, D],
-        and the ``context`` that drafters read. No picture may come after them.
+        """Take the first n tokens from storage: their keys and values ``arrays`` [A, n, H, D], and
+        the ``context`` that drafters read. No picture may follow these tokens.
         """
         count = arrays[0].shape[1]
         self._open()
@@ -462,7 +464,7 @@ class Reading:
         self.read, self.left = count, self.left - count
 
     def output_of(self, number: int) -> TargetOutput:
-        """The output of the last token of prompt ``number``, once all are read.
+        """The output of the last token of prompt ``number``, after all tokens are read.
 
         Raises what its processor raised, and ``ValueError`` for logits that are not finite.
         """
@@ -475,8 +477,8 @@ class Reading:
         return TargetOutput(self.output.probs[some], self.output.hidden[some], ends)
 
     def row(self, number: int) -> RowsTarget:
-        """A target with prompt ``number`` only, for drafters to read. If one prompt was read, it is
-        ``alone``, the target that read it.
+        """A target with only prompt ``number``, for drafters to read. If only one prompt was read,
+        it is ``alone``, the target that read it.
         """
         if len(self.prompt.lengths) == 1:
             return self.alone

@@ -1,8 +1,8 @@
 """Resets the states of linear attention, state spaces and convolutions to the last accepted token.
 
 Such a layer has a state instead of keys, and a forward over a chain of drafts leaves the state
-after the last draft. A *mixer* is the module that reads and writes states; ``mixers`` finds them
-and which of three ways resets them:
+after the last draft. A *mixer* is the module that reads and writes states; ``mixers`` finds the
+mixers and how to reset their states, in one of three ways:
 
 * ``window``: a mixer that is a convolution. Its state is its last inputs, so the inputs of the
   whole chain are stored and the state is cut from them.
@@ -52,7 +52,7 @@ MIXERS = "mixers"  # the name of a fact about a decoder
 
 
 class States:
-    """The states of all layers of a cache: ``layers`` are its entries that have some.
+    """The states of all layers of a cache; ``layers`` are its entries with states.
 
     ``decoder`` is the module whose mixers these are of, ``branches`` is G.
     """
@@ -116,8 +116,9 @@ class States:
 
     @contextmanager
     def _short_chunks(self) -> Iterator[None]:
-        """Context for runs of few tokens: PyTorch's versions of Mamba 2's kernels pad them to a
-        chunk of up to 256, whose work grows with its square. Results do not depend on chunks.
+        """Context for runs of few tokens, with smaller chunks: PyTorch's versions of Mamba 2's
+        kernels pad to a chunk of up to 256, whose work grows with its square. Chunks do not change
+        results.
         """
         modules = [mixer.module for mixer in self.mixers if mixer.way == "chunk"]
         sizes = {module: getattr(module, "chunk_size", 0) for module in modules}
@@ -159,7 +160,7 @@ class States:
     # way "chunk"
 
     def _joined(self, mixer: Mixer, call: Call) -> Call:
-        """Each row's tokens accepted since the committed states, followed by the chain's."""
+        """Each row's tokens accepted since the committed states, followed by the chain's tokens."""
         most = max(self.counts)
         joined = call
         if most:
@@ -265,8 +266,8 @@ class States:
         write(self.layers, mixer.slots, states)
 
     def _take_made(self, mixer: Mixer) -> None:
-        """Commit the states that the last forward of ``mixer`` computed; of a convolution's inputs
-        only the last few are its state.
+        """Commit the states that the last forward of ``mixer`` computed. A convolution's state is
+        only the last few of its inputs.
         """
         for slot in mixer.slots:
             layer = self.layers[slot.layer]
@@ -275,7 +276,7 @@ class States:
             layer.put(slot, computed[..., -size:].contiguous() if slot.kind == "conv" else computed)
 
     def settle(self) -> None:
-        """Advance the committed states to the last accepted token, rows of one count at a time."""
+        """Advance the committed states to the last accepted tokens, by rows of equal count."""
         groups = sorted({count for count in self.counts if count})
         with self._short_chunks():
             for count in groups:
@@ -286,7 +287,7 @@ class States:
         self.counts = [0] * self.rows
 
     def _replay(self, mixer: Mixer, which: list[int], count: int) -> None:
-        """Run the first ``count`` tokens of the rows ``which`` through the mixer."""
+        """Run the first ``count`` stored tokens of the rows ``which`` through the mixer."""
         call = self.calls[mixer.module].part(0, count)
         calls = read(self.layers, mixer.slots)
         if len(which) == self.rows:
@@ -317,7 +318,7 @@ class States:
         self.counts = [0] * self.rows
 
     def take(self, row: int, other: States) -> None:
-        """Copy the states of ``other``'s only sample to ``row``."""
+        """Copy the states of ``other``, which has one sample, to ``row``."""
         batch = self.rows // self.branches
         for mixer in self.mixers:
             slots = mixer.slots

@@ -34,7 +34,7 @@ class CapturedTarget(VLMTarget):
     """A model whose rounds are CUDA graphs (:mod:`specmm.programs.graphs`); plain decoding runs as
     rounds without drafts.
 
-    All calls whose capacity rounds up to the same number share memory.
+    Calls whose capacity rounds up to the same number share memory.
     """
 
     memory: tuple[Cache, Past] | None = None
@@ -65,7 +65,7 @@ class StaticVLMTarget(CapturedTarget):
     """A text model whose plain steps, and rounds on trees of one shape, have the same shapes at
     every call.
 
-    Raises ``ValueError`` for models whose positions depend on a text's length.
+    Raises ``ValueError`` for models whose positions depend on the text's length.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StaticVLMTarget(CapturedTarget):
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
-        """As the parent's; one without ``scratch`` begins plain steps."""
+        """As the parent's; without ``scratch``, plain steps follow."""
         output = super().prefill(prompt, scratch)
         if self.way != WAYS[0]:
             raise NotCompiled(
@@ -129,7 +129,7 @@ class StaticVLMTarget(CapturedTarget):
 
 
 class StaticPictureTarget(StaticVLMTarget, PictureTarget):
-    """``plain`` with plain steps and rounds of the same shapes, for pictures of its layout."""
+    """``plain`` with steps and rounds of static shapes, for pictures of its layout."""
 
     processor: Processor
     guidance: Guidance
@@ -150,7 +150,7 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
 
 
 def _next(target: StaticVLMTarget, tokens: Tensor) -> TargetOutput:
-    """The output after ``tokens`` [B], at ``target``'s place."""
+    """The output after ``tokens`` [B] at the current place of ``target``."""
     if target.processor.stateful:
         target.history.append(tokens[:, None], torch.ones_like(tokens))
     states = target.states(tokens[:, None], target.positions, target.bias)

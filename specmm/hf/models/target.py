@@ -44,7 +44,7 @@ Past: TypeAlias = tuple[TransformersCache, States | None]
 
 
 class ProbsProcessor(Protocol):
-    """Turns logits into distributions: :class:`specmm.core.processors.Processor` or transformers'."""
+    """Turns logits to distributions: :class:`specmm.core.processors.Processor` or transformers'."""
 
     @property
     def greedy(self) -> bool:
@@ -82,10 +82,10 @@ class VLMTarget:
     """A transformers model with a cache; one instance serves one batch at a time.
 
     Drafters that read the prompt set ``wants_context``; the prefill then stores a :class:`Context`.
-    ``family`` names the model's parts if its own forward does not use them, and ``way`` how it is
-    run. Raises ``ValueError`` for a model that cannot be a target (see ``probe``; with a given
-    family the model is not checked), and for guidance with M-RoPE or with layers that attend to
-    only a part of the text.
+    ``family`` gives the model's parts if its own forward does not use them, ``way`` how to run it.
+    Raises ``ValueError`` for a model that cannot be a target (see ``probe``; with a given family
+    the model is not checked), and for guidance with M-RoPE or with layers that attend to only a
+    part of the text.
     """
 
     state: ClassVar[tuple[str, ...]] = (
@@ -164,7 +164,7 @@ class VLMTarget:
 
     @property
     def noise(self) -> dict[str, str]:
-        """A note for certificates if the model's own forwards differ, as quantised models' do."""
+        """A note for certificates if the model's own forwards differ, as in quantised models."""
         return own_noise(self.family.model)
 
     @property
@@ -298,7 +298,7 @@ class VLMTarget:
         return {**prompt.vision, **prompt.types, **ids, **where}
 
     def _as_generate(self, prompt: VLMPrompt) -> dict[str, Any]:
-        """The prefill as the model's generate has it: padding at the left, own preparation."""
+        """The prefill as the model's generate runs it: padded at the left, its own preparation."""
         inputs, first = prompt.at_left()
         if prompt.padded:
             self.first = first
@@ -311,13 +311,13 @@ class VLMTarget:
         return given
 
     def _hide(self, padding: Tensor) -> None:
-        """No row may attend its slots of ``padding`` [R, L] before the prompt."""
+        """Hide each row's slots of ``padding`` [R, L], which precede the prompt."""
         spare = self.cache.size.capacity - padding.shape[1]
         self.cache.hidden_prefix = nn.functional.pad(padding, (0, spare))
 
     def _both_branches(self, prompt: VLMPrompt) -> dict[str, Any]:
-        """The prefill of both branches: ids, mask and positions. All end where answers begin, and
-        what lies before the shorter one is hidden.
+        """The prefill of both branches: ids, mask and positions. All rows end where answers begin;
+        slots before a shorter row are hidden.
         """
         ids, first = prompt.branches()  # [R, L], [R]
         column = torch.arange(prompt.width, device=self.device)
@@ -395,7 +395,7 @@ class VLMTarget:
         return self.recurrent.chain(tree.shape.size, self.past)
 
     def check_tree(self, width: int) -> None:
-        """Raise ``ValueError`` if this model takes no trees with ``width`` children of a node."""
+        """Raise ``ValueError`` if this model cannot score trees of ``width`` children a node."""
         if width > 1 and self.family.chains_only:
             raise ValueError(
                 f"drafts for {self.name} must be chains, got a tree with up to {width} children "
@@ -413,8 +413,8 @@ class VLMTarget:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
-        """One plain step. All rows write the same slot, after the longest prompt: slices serve, and
-        no mask where the prompts have one length.
+        """One plain step. All rows write the same slot, after the longest prompt, so slices serve;
+        without padding no mask is needed.
         """
         slot = self.prompt.width + self.steps
         self.cache.aim(slot, slot + 1)
@@ -458,7 +458,7 @@ class VLMTarget:
             return states
 
     def where(self, positions: Tensor) -> Tensor:
-        """``positions`` [1 or R, N], which count tokens, as the decoder takes them."""
+        """The decoder's position argument for ``positions`` [1 or R, N], which count tokens."""
         return self.family.spread(positions + self.offsets[..., None])
 
     @contextmanager
@@ -511,7 +511,7 @@ class VLMTarget:
         return probs
 
     def _step_bias(self, slot: int) -> Tensor | None:
-        """Additive mask [R, 1, 1, slot + 1] that hides the prompts' padding; None without padding."""
+        """Additive mask [R, 1, 1, slot + 1] that hides prompts' padding; None without padding."""
         prefix = self.cache.hidden_prefix
         if not self.prompt.padded and not self.family.partial and prefix is None:
             return None

@@ -61,7 +61,7 @@ def _lined(model: PreTrainedModel) -> bool:
 
 
 def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
-    """Squares of picture tokens, or any size that Lumina-mGPT has tokens for."""
+    """The layout of Chameleon's squares, or of any size for which Lumina-mGPT has tokens."""
     mask = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     mask[token_codes(model)[0].cpu()] = True
     factor = token_side(model)
@@ -105,7 +105,7 @@ def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> l
 
 
 def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """The unconditional prompt: a picture's first tokens, after Chameleon's token for a text."""
+    """The unconditional prompt: Chameleon's start-of-text token, then a picture's first tokens."""
     words = model.config.vocabulary_map
     begin = list(ids).index(words[BEGIN])
     return list(ids[begin:]) if _lined(model) else [words[START], *ids[begin:]]
@@ -130,7 +130,7 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _marks(model: PreTrainedModel) -> tuple[int, int]:
-    """The ids around a picture; raises ``ValueError`` for a model that cannot draw in text."""
+    """The ids that begin and end a picture; ``ValueError`` for a model that cannot draw in text."""
     _check(model)
     if _lined(model):
         raise ValueError(
@@ -144,8 +144,8 @@ def _marks(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _fill(model: PreTrainedModel, folder: Path) -> None:
-    """Load the image tokenizer from ``folder``, or remove it from ``model`` if the folder has none,
-    as after Lumina-mGPT's training: a random one would give wrong codes and pictures.
+    """Load the image tokenizer from ``folder``, or remove it from ``model`` if the folder has none
+    (as after Lumina-mGPT's training): random weights would give wrong codes and pictures.
     """
     if not named(TOKENIZER)(model.model.vqmodel, folder):
         model.model.vqmodel = None
@@ -159,7 +159,7 @@ def _sampling(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
-    """The tokenizer's decoder; raises ``ValueError`` where there is none."""
+    """The image tokenizer's decoder; raises ``ValueError`` if there is none."""
     pictures_of = _pictures_of(model, folder)
     ids, codes = token_codes(model)
 
@@ -171,7 +171,7 @@ def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
 
 
 def _pictures_of(model: PreTrainedModel, folder: Path) -> Callable[[Tensor], Tensor]:
-    """Codes [B, rows, columns] to pictures."""
+    """The function from codes [B, rows, columns] to pictures; ``ValueError`` without a decoder."""
     from diffusers import VQModel
 
     if (folder / "vq" / "config.json").is_file():

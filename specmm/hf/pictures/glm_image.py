@@ -41,7 +41,7 @@ Grid = tuple[int, int]
 
 
 def _layout(model: Any, size: Size | None) -> Layout:
-    """Any size in whole tokens whose preview has a token."""
+    """The layout of a picture of whole tokens whose preview has at least one token."""
     height, width = size or USUAL
     valid = height >= SIDE and width >= SIDE and not (height % SIDE or width % SIDE)
     picture = (height // SIDE, width // SIDE)
@@ -59,7 +59,7 @@ def _layout(model: Any, size: Size | None) -> Layout:
 
 
 def _preview(picture: Grid) -> Grid:
-    """The grid drawn before the ``picture``, of about its shape."""
+    """The preview's grid, drawn before the ``picture`` and of about its shape."""
     ratio = picture[0] / picture[1]
     return int(ratio**0.5 * PREVIEW), int((1 / ratio) ** 0.5 * PREVIEW)
 
@@ -79,7 +79,7 @@ def _places(grids: list[Grid]) -> Tensor:
 def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     """Ids of the chat template with ``text``, both grids' sizes and the token that begins pictures.
 
-    Raises ``ValueError`` for a tokenizer that does not name the tokens around sizes.
+    Raises ``ValueError`` for a tokenizer without the tokens that enclose sizes.
     """
     opens, closes = (getattr(tokenizer, f"grid_{end}_token", None) for end in ("bos", "eos"))
     if opens is None or closes is None:
@@ -103,7 +103,7 @@ def _sampling(model: Any) -> dict[str, Any]:
 
 
 def _decode(model: Any, folder: Path) -> Decoder:
-    """The diffusion part of the pipeline in ``folder``; ``ValueError`` where there is none."""
+    """The diffusion part of the pipeline in ``folder``; ``ValueError`` if there is none."""
     if not (folder / zoo.PIPELINE).is_file():
         raise ValueError(
             f"{folder} has no diffusion part: give the folder of the GlmImagePipeline, or "
@@ -150,7 +150,7 @@ def _painter(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _keep(folder: Path, into: Path) -> None:
-    """Copy all of a pipeline but the model that draws tokens, which is saved separately."""
+    """Copy a pipeline's folder except the model that draws tokens, which is saved separately."""
     if not (folder / zoo.PIPELINE).is_file():
         return
     shutil.copyfile(folder / zoo.PIPELINE, into / zoo.PIPELINE)

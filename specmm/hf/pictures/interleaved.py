@@ -78,14 +78,14 @@ class Grammar:
         return cls(begin, end, layout.length, layout.allowed.masks[0].to(model.device))
 
     def of_words(self) -> Grammar:
-        """The grammar for answers in which no picture may begin."""
+        """A copy for answers in which no picture may begin."""
         grammar = copy.copy(self)
         grammar.masks = self.masks.clone()
         grammar.masks[IN_TEXT, self.begin] = False
         return grammar
 
     def check_room(self, max_new_tokens: int) -> None:
-        """Raise ``ValueError`` for answers that no picture fits into."""
+        """Raise ``ValueError`` if no picture fits into answers of ``max_new_tokens``."""
         if max_new_tokens < self.length + 2:
             raise ValueError(
                 f"max_new_tokens must be at least {self.length + 2} for answers with pictures, "
@@ -168,8 +168,8 @@ class InterleavedTarget(VLMTarget):
         """See :class:`specmm.hf.models.target.VLMTarget`; a prompt may end with the token that
         begins a picture.
 
-        Raises ``ValueError`` for a prompt that ends inside a picture, and for an answer too short
-        for one.
+        Raises ``ValueError`` for a prompt that ends inside a picture, and for answers too short for
+        the picture that it begins.
         """
         self.grammar.check_room(prompt.max_new_tokens)
         begun = [self.grammar.after_text(row) for row in prompt.rows()]
@@ -241,7 +241,7 @@ class PictureReader:
     def pictures(self, answers: Sequence[Sequence[int]]) -> list[list[Image.Image]]:
         """The pictures of each of ``answers``, in order.
 
-        Raises ``ValueError`` where the folder has no decoder for them.
+        Raises ``ValueError`` if the folder has no decoder for them.
         """
         spans = [[run for drawn, run in self.grammar.parts(row) if drawn] for row in answers]
         complete = [[run for run in row if len(run) == self.grammar.length] for row in spans]

@@ -1,5 +1,5 @@
-"""Copies logits processors and stopping criteria. They may keep a memory from call to call: in
-attributes, closures and defaults, which are copied, or in classes and globals, which are not.
+"""Copies logits processors and stopping criteria. They may remember earlier calls: in attributes,
+closures and defaults, which are copied, or in classes and globals, which are not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def copied(things: T) -> T:
 
 def _prepare(things: Any, memo: dict[int, Any]) -> None:
     """Fill the ``memo`` of :func:`copy.deepcopy` with objects that copies of ``things`` share, and
-    with copies of functions, which it would share, with their own variables and defaults.
+    with copies of functions (which it would share) that have their own variables and defaults.
     """
     reached = [thing for thing, _ in _reached(things, shared=False)]
     memo |= {id(thing): thing for thing in reached if isinstance(thing, KEPT)}
@@ -76,8 +76,8 @@ def state_of(things: Any) -> object:
 
 
 def _reached(things: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
-    """The objects that ``things`` reach, each with the objects it holds, up to a limit. Classes and
-    globals, which copies share, are followed if ``shared``.
+    """The objects reachable from ``things``, each with the objects that it holds, up to a limit.
+    Classes and globals, which copies share, are followed if ``shared``.
     """
     reached: dict[int, tuple[Any, list[Any]]] = {}
     left = list(things)

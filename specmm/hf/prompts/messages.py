@@ -26,9 +26,8 @@ FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueEr
 
 @dataclass(frozen=True)
 class Chat:
-    """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``rates`` are
-    frames a second of videos, where they are said; ``more`` goes to the chat template, as ``tools``
-    do.
+    """``messages``, whose parts stand for the ``images`` and the ``videos`` in order; ``rates`` are
+    the videos' frames a second, if given; ``more`` goes to the chat template, such as ``tools``.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -56,7 +55,7 @@ class Chat:
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the messages, without thoughts, which templates may leave out."""
+        """Texts of the messages without reasoning, which templates may leave out."""
         contents = [one["content"] for one in self.messages]
         texts = (p["text"] for one in contents for p in as_parts(one) if p["type"] == "text")
         return [text.rpartition("</think>")[2] for text in texts]
@@ -120,7 +119,7 @@ def joined(content: Any) -> str:
 
 
 def chats_of(given: Any) -> list[Chat]:
-    """The chats in ``given``, one list of messages or several; raises ``ValueError`` for others."""
+    """The chats in ``given``, one list of messages or several; ``ValueError`` for anything else."""
     several = isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple)
     return [Chat.of(messages) for messages in (given if several else [given])]
 
@@ -132,7 +131,8 @@ def written(
     tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
     """The text of ``chat`` in the chat template that ``write`` applies. Contents are written in the
-    first of the ``forms`` with which all texts appear, and each of the ``tokens`` so many times.
+    first of the ``forms`` in which all texts appear, and each of the ``tokens`` as often as it
+    should.
 
     Raises ``ValueError`` if no form fits; in chats of text alone a template may leave some out.
     """
@@ -156,7 +156,7 @@ def written(
 
 
 def fits(found: str, texts: Sequence[str], tokens: Mapping[str, int]) -> bool:
-    """Whether a prompt holds the ``texts``, and each of the ``tokens`` so many times."""
+    """Whether the prompt ``found`` holds all ``texts``, and each of ``tokens`` that many times."""
     flat = "".join(found.split())  # templates trim
     all_tokens = all(found.count(token) == count for token, count in tokens.items())
     return all_tokens and all("".join(text.split()) in flat for text in texts)

@@ -43,7 +43,7 @@ CONFIG = "generation_config"
 
 
 class IdleOption(UserWarning):
-    """Warning about a sampling option in a call that samples nothing."""
+    """Warning about a sampling option that has no effect, because the call is greedy."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -113,9 +113,9 @@ class CallOptions(GenerateOptions, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and
-    ``repetition_penalty`` 1 are off; pipelines take the penalty of the checkpoint's
-    ``generation_config`` where none is given, as generate does.
+    """How to answer: ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
+    ``repetition_penalty`` 1 are off. The penalty defaults to the checkpoint's
+    ``generation_config``, as in generate.
 
     ``seed`` or ``generator`` (one a row, or the first row's: seeds of the others follow) make
     sampling repeatable. ``method`` None is the pipeline's. ``chat`` puts the prompt into the
@@ -124,23 +124,21 @@ class Options:
     finished row takes the next prompt; 0 answers all at once. ``compiled`` runs rounds of text, and
     plain steps of answers about pictures, as programs of ``torch.compile``, which are made at the
     first call of a method, batch and length; "auto" makes them once they pay
-    (:mod:`specmm.choose.when_compiled`), and never for streams. On a GPU rounds, of questions about
-    pictures, too, are graphs (:mod:`specmm.programs.graphs`). ``drafter``, ``tree`` and ``rule``
-    are chosen by hand in place of the method's: by name, or one's own (see
-    :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
-    answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).
+    (:mod:`specmm.choose.when_compiled`), and never for streams. On a GPU rounds, also of questions
+    about pictures, are CUDA graphs (:mod:`specmm.programs.graphs`). ``drafter``, ``tree`` and
+    ``rule`` replace the method's: names, or your own objects (see :func:`specmm.register`). With
+    ``draw`` a model that can draw puts pictures into its answers. Answers follow a ``grammar``
+    (:mod:`specmm.structured`; a dict is a JSON schema).
 
-    ``messages`` are a chat, or a list of chats, in place of prompts, or of questions with their
-    pictures and videos: several turns, system prompts, parts with pictures and videos, in the
-    model's chat template (:mod:`specmm.hf.prompts.messages`). ``fps`` is the rate of videos given
-    as frames.
+    ``messages`` are a chat or a list of chats (:mod:`specmm.hf.prompts.messages`), given instead of
+    prompts, pictures and videos: turns, system prompts and parts with pictures and videos. ``fps``
+    is the rate of videos given as frames.
 
-    ``more`` are settings of transformers' generate, which are given by their names as all others:
-    those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like; also
-    ``presence_penalty`` and ``frequency_penalty``, see
-    :class:`specmm.hf.prompts.penalties.Penalties`),
+    ``more`` are settings of transformers' generate, given by name like all options: settings that
+    change scores (``min_p``, ``no_repeat_ngram_size`` and the like; also ``presence_penalty`` and
+    ``frequency_penalty``, see :class:`specmm.hf.prompts.penalties.Penalties`),
     ``logits_processor``, ``prefix_allowed_tokens_fn``, ``stopping_criteria`` and a
-    ``generation_config``. With them rows are answered all at once, and never compiled.
+    ``generation_config``. With them all rows are answered at once, and never compiled.
     """
 
     max_new_tokens: int = 64
@@ -205,7 +203,7 @@ class Options:
         return dataclasses.replace(self, compiled=False)
 
     def chosen(self, registry: Registry, usual: Any) -> Any:
-        """The method of these options, else the ``usual`` one, with these drafter, tree, rule."""
+        """The method of these options or the ``usual`` one, with their drafter, tree and rule."""
         method = usual if self.method is None else self.method
         return methods.by_hand(registry, method, self.drafter, self.tree, self.rule)
 
@@ -237,8 +235,8 @@ class Options:
 
 
 def own_settings(model: Any) -> dict[str, Any]:
-    """The options in ``model``'s ``generation_config`` that apply to all answers, sampled or not:
-    repetition penalty, stop texts, and ``more``.
+    """The options in the ``model``'s ``generation_config`` that apply to greedy and sampled
+    answers: repetition penalty, stop texts, and ``more``.
     """
     config = model.generation_config
     penalty = getattr(config, "repetition_penalty", None)
@@ -251,8 +249,8 @@ def own_settings(model: Any) -> dict[str, Any]:
 
 
 def idle_options(given: Mapping[str, Any], method: Any) -> list[str]:
-    """Names of the options ``given`` that have no effect because nothing is sampled. A ``method``
-    of several models still uses its seed, to break ties.
+    """Names of ``given`` options that have no effect because decoding is greedy. A ``method`` of
+    several models still uses its seed, to break ties.
     """
     given = _unpacked(given)
     if given.get("temperature"):
@@ -264,7 +262,7 @@ def idle_options(given: Mapping[str, Any], method: Any) -> list[str]:
 
 
 def _short(value: Any) -> Any:
-    """A setting in few words."""
+    """A setting as a short text."""
     if isinstance(value, bool | int | float | str):
         return value
     items = value if isinstance(value, list | tuple) else [value]
@@ -300,7 +298,7 @@ def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def lists_options(**defaults: object) -> Callable[[F], F]:
-    """Decorate a function that takes ``**options`` of a call, so that ``help`` lists them.
+    """Decorate a function that takes a call's ``**options``, so that ``help`` lists them.
 
     ``defaults`` are defaults that differ for this function.
     """

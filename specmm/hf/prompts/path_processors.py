@@ -41,15 +41,15 @@ XGRAMMAR = "xgrammar.contrib.hf"
 class PathProcessor:
     """transformers' logits processors, applied to every path of a tree as to a separate sequence.
 
-    Processors that only read the scores are called once for all nodes, the others along the paths,
-    and never below a token that is not allowed. A processor that may have a memory gets ever longer
-    sequences, as from generate: each node has its own copy of its parent's processor, and a row
-    continues with the copy of the last accepted node. The processors of a single greedy row see
-    only accepted tokens, once and in order, and need no copies. Sequences come in batches of B,
-    each in its own row, since the memory may be by row (the part of its prompt to ignore, for
-    instance). Raises ``ValueError`` for classifier-free guidance, and if rounds have ``drafts`` for
-    processors whose memory cannot be copied or is kept elsewhere, or that answer the same sequence
-    in two ways.
+    Processors that only read the scores are called once for all nodes, other processors along the
+    paths, and never below a token that is not allowed. A processor that may have a memory gets one
+    token more in each call, as from generate: each node has its own copy of its parent's processor,
+    and a row continues with the copy of the last accepted node. The processors of a single greedy
+    row see only accepted tokens, once and in order, and need no copies. Sequences come in batches
+    of B, each in its own row, since the memory may be by row (the part of its prompt to ignore, for
+    instance). Raises ``ValueError`` for classifier-free guidance and, if rounds have ``drafts``,
+    for processors whose memory cannot be copied or is shared, or that give two answers to the same
+    sequence.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class PathProcessor:
 
     @property
     def remembering(self) -> bool:
-        """Whether processors with a possible memory would see rejected drafts, or several rows in
-        turn; those of a single greedy row see accepted tokens only.
+        """Whether processors that may have a memory would see rejected drafts or several rows in
+        turn; with a single greedy row they see only accepted tokens.
         """
         return self.drafts and self._memory and not (self.greedy and len(self.input_ids) == 1)
 
@@ -100,7 +100,7 @@ class PathProcessor:
         return self.processors(self.input_ids[:1].expand(len(flat), -1), flat).view_as(logits)
 
     def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
-        """Processed scores [B, N, V]; nodes that cannot be reached have their ``logits``."""
+        """Processed scores [B, N, V]; nodes that cannot be reached keep their ``logits``."""
         scores = logits.clone()
         rows = range(len(logits))
         answers = [history.answer(row) for row in rows]
@@ -135,7 +135,7 @@ class PathProcessor:
         return scores
 
     def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], heard: Heard) -> Any:
-        """Scores [B, V] after the sequences ``ids``, by processors that saw all up to then."""
+        """Scores [B, V] after the sequences ``ids``, by processors that saw all earlier tokens."""
         if not self.remembering:
             return self.processors(ids, logits.clone())
         assert self._state, "as it is before the first call"
@@ -152,7 +152,7 @@ class PathProcessor:
 
     @cached_property
     def _state(self) -> object:
-        """The memory of the processors, not calling them, and of what their copies share."""
+        """The memory of the processors, and the state that their copies share."""
         return state_of(self.processors)
 
     @property
@@ -169,7 +169,7 @@ class PathProcessor:
             )
 
     def _sequence(self, place: Place, answer: list[int]) -> Tensor:
-        """The row of ``place`` as generate has it: its padded prompt and an ``answer``."""
+        """The sequence of ``place``'s row as in generate: the padded prompt and an ``answer``."""
         return torch.cat([self.input_ids[place[0]], self.input_ids.new_tensor(answer)])
 
     def _may_come(self, scores: Tensor, reached: set[int], parent: int, path: list[int]) -> bool:
@@ -220,7 +220,7 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
 
 
 def matchers_of(processor: Any) -> Matchers | None:
-    """The matchers of ``processor``'s grammar, which know the allowed tokens; None without one."""
+    """The matchers of ``processor``'s grammar, which know the allowed tokens, or None."""
     if isinstance(processor, Constrained):
         return processor.matchers
     processors = processor.processors if isinstance(processor, PathProcessor) else ()
@@ -228,14 +228,14 @@ def matchers_of(processor: Any) -> Matchers | None:
 
 
 def _by_ids(processor: Any) -> Any:
-    """``processor``, or in place of xgrammar's our equivalent, which depends on the ids alone."""
+    """``processor``, or for xgrammar's our equivalent, which depends only on the ids."""
     if type(processor).__module__ == XGRAMMAR and hasattr(processor, "compiled_grammars"):
         return GrammarProcessor(*processor.compiled_grammars)
     return processor
 
 
 def _may_remember(processor: Any) -> bool:
-    """Whether ``processor`` may have a memory from call to call, as transformers' own do not."""
+    """Whether ``processor`` may remember earlier calls; transformers' own processors do not."""
     if isinstance(processor, GrammarProcessor | Penalties):
         return False
     known = type(processor).__module__.startswith("transformers.")
@@ -271,9 +271,9 @@ class Criteria:
 
     Rows that end are padded if one of the criteria has an end token. Otherwise they continue until
     the last of them ends, as in generate. Criteria that are not transformers' own may have a
-    memory, so each of several rows has its own copies, which see it in its place of a batch. Raises
-    ``ValueError`` for a criterion that does not answer row by row, and for a memory elsewhere than
-    in its attributes.
+    memory, so each row has its own copies, which see it at its place in the batch. Raises
+    ``ValueError`` for a criterion that does not answer row by row, and for one with a memory
+    outside its attributes.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:

@@ -23,7 +23,7 @@ POSITIONS = "position_ids"  # M-RoPE's are [3 or 4, B, L]: the last three rows c
 
 
 class Source(Protocol):
-    """The source of a prompt, which another model's processor can read as well."""
+    """The source of a prompt, which another model's processor can read, too."""
 
     def inputs(self, processor: Any) -> dict[str, Any]:
         """The output of ``processor`` for it: ``input_ids`` [B, L] and the rest, as tensors."""
@@ -31,11 +31,11 @@ class Source(Protocol):
 
 @dataclass
 class VLMPrompt:
-    """``inputs`` as the processor gives them (``input_ids`` [B, L], ``pixel_values``,
-    ``image_grid_thw``, …) and the number of tokens there must be room for.
+    """A processor's ``inputs`` (``input_ids`` [B, L], ``pixel_values``, ``image_grid_thw``, …) and
+    the number of new tokens to make room for.
 
-    ``unconditional`` is guidance's other prompt, of text alone. Raises ``ValueError`` when there is
-    nothing to continue.
+    ``unconditional`` is guidance's other prompt, of text alone. Raises ``ValueError`` for an empty
+    prompt.
     """
 
     inputs: dict[str, Any]
@@ -89,7 +89,7 @@ class VLMPrompt:
 
     @property
     def room(self) -> int:
-        """Tokens that a row may come to hold."""
+        """The most tokens that a row may hold."""
         return max(self.width, self.longest) + self.max_new_tokens
 
     @cached_property
@@ -108,12 +108,12 @@ class VLMPrompt:
 
     @property
     def types(self) -> dict[str, Tensor]:
-        """Which tokens [B, L] are of text, of pictures and so on, where the processor says so."""
+        """The kind of each token [B, L] (text, picture, …), if the processor gives it."""
         return {k: self.inputs[k] for k in TYPES if self.inputs.get(k) is not None}
 
     @property
     def kind(self) -> frozenset[str]:
-        """Names of its inputs beside tokens, and whether its rows differ in length."""
+        """Names of the inputs other than tokens, and whether rows differ in length."""
         ragged = {"rows of several lengths"} if self.padded else set()
         return frozenset({*self.vision, *self.types, *ragged})
 
@@ -141,7 +141,7 @@ class VLMPrompt:
         return given.amax(0).masked_fill(~self.mask, -1).amax(1) + 1
 
     def extended(self, tokens: Tensor) -> VLMPrompt:
-        """A copy with one of ``tokens`` [B] after each row, and room for one token less."""
+        """A copy with ``tokens`` [B] appended to the rows, and room for one token less."""
         inputs = dict(self.inputs)
         if inputs.get(POSITIONS) is not None:
             where = self.lengths.expand(3, -1)[..., None]
@@ -178,7 +178,7 @@ def _moved(inputs: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
 def on_device(
     inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """``inputs`` with every tensor on ``device`` and pixels (what is fractional) in ``dtype``."""
+    """``inputs`` with every tensor on ``device`` and floating-point tensors in ``dtype``."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):

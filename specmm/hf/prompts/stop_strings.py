@@ -18,9 +18,9 @@ PARTIAL = "\ufffd"  # stands for the bytes of a character that is not whole yet
 
 @dataclass
 class Continuations:
-    """Texts of ids by a ``tokenizer``, as they stand behind a prompt.
+    """Decodes ids with a ``tokenizer`` as the continuation of a prompt.
 
-    Some decoders (Llama's) drop the blank that a text begins with.
+    Some decoders (Llama's) drop a text's leading blank.
     """
 
     tokenizer: Any
@@ -34,12 +34,12 @@ class Continuations:
         self._anchor = list(islice(dropping, 1))
 
     def decode(self, ids: Ids, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` by themselves, without a last character that is not whole."""
+        """The text of ``ids`` alone, without an incomplete last character."""
         text = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return str(text).rstrip(PARTIAL)
 
     def behind(self, ids: Ids, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` behind others."""
+        """The text of ``ids`` as a continuation."""
         if not self._anchor:
             return self.decode(ids, skip_special_tokens)
         listed = ids.tolist() if isinstance(ids, Tensor) else ids
@@ -47,21 +47,22 @@ class Continuations:
         return text[len(self.decode(self._anchor)) :]
 
     def whole(self, ids: Ids) -> str:
-        """The text of ``ids`` behind others, special tokens, too."""
+        """The text of ``ids`` as a continuation, with special tokens."""
         return self.behind(ids, skip_special_tokens=False)
 
     @cached_property
     def tidied(self) -> bool:
-        """Whether a text may lose blanks once more of it is there, as before a full stop."""
+        """Whether further tokens may remove blanks from a text, as before a full stop."""
         return bool(getattr(self.tokenizer, "clean_up_tokenization_spaces", False))
 
 
 class StopStrings:
     """Ends a row at the token that completes one of ``texts``; a :class:`specmm.core.decode.Stop`.
 
-    They are searched in the ``whole`` text of a row's ids, special tokens included; users are
-    ``shown`` the text without these. Every round reads the whole row: a token may be half a letter
-    only. Where texts are ``tidied``, a word is shown when it is known to have ended.
+    Stop strings are searched in the ``whole`` text of a row's ids, special tokens included; users
+    see the ``shown`` text without special tokens. Every round decodes the whole row, because a
+    token may be half a character. If texts are ``tidied``, a word is shown once it is known to have
+    ended.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class StopStrings:
         return self._shown_of(ids, text, self._place(text))
 
     def sure(self, ids: Ids) -> str:
-        """The text of an unfinished row that can no longer change or be part of a stop string."""
+        """The part of an unfinished row's text that cannot change or be part of a stop string."""
         if not self.texts:
             found = self.shown(ids)
         else:
@@ -113,7 +114,7 @@ class StopStrings:
         return min((place for place in places if place >= 0), default=len(text))
 
     def _shown_of(self, ids: Ids, text: str, place: int) -> str:
-        """The shown part of the first ``place`` characters of ``text``, the whole of ``ids``."""
+        """The shown part of the first ``place`` characters of ``text``, which decodes ``ids``."""
         if place >= len(text):
             return self.shown(ids)
         count = len(ids) - 1
@@ -125,7 +126,7 @@ class StopStrings:
         return text_before + text[len(self.whole(ids[:count])) : place]
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
-        """The first of the counts above ``before`` up to ``after`` whose text holds a stop."""
+        """The first count in (``before``, ``after``] at which the text of ``ids`` has a stop."""
         if before < after and not self.stopped(ids[:after]):
             return None
         return next((n for n in range(before + 1, after + 1) if self.stopped(ids[:n])), None)
