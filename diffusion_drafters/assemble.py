@@ -64,7 +64,7 @@ def load_block(folder: Path, target: PreTrainedModel, method: str) -> DFlash:
 def load_deer_or_diffusion(
     folder: Path, target: PreTrainedModel, method: str
 ) -> DEERModel | Diffusion:
-    """The DEER drafter in ``folder``, or the diffusion model there, which can be one."""
+    """The DEER drafter in ``folder``, or the diffusion model there, which also drafts blocks."""
     return load_deer(folder, target) if is_deer(folder) else load_diffusion(folder, target, method)
 
 
@@ -132,7 +132,7 @@ def make_diffuspec(
 def block_source(
     method: BlockMethod, drafter: object, target: VLMTarget, tokenizer: Tokenizer | None = None
 ) -> BlockSource:
-    """The source of blocks for ``drafter``; raises ``ValueError`` for one that does not fit."""
+    """The source of blocks for ``drafter``; raises ``ValueError`` if it does not fit the target."""
     if method.name == "block":
         if not isinstance(drafter, DFlash):
             raise ValueError(
@@ -165,7 +165,7 @@ def _diffusion_source(
 
 
 def _check_proxy(proxy: CausalProxy, target: VLMTarget) -> None:
-    """Raise ``ValueError`` for n-grams of other tokens than ``target``'s, padding apart."""
+    """Raise ``ValueError`` for n-grams of other tokens than ``target``'s, except for padding."""
     wanted = target.family.vocabulary
     if isinstance(proxy, NGram) and abs(proxy.vocabulary - wanted) > PADDING:
         raise ValueError(
@@ -175,7 +175,7 @@ def _check_proxy(proxy: CausalProxy, target: VLMTarget) -> None:
 
 
 def candidates(target: VLMTarget, drafter: object, kind: BlockMethod) -> list[Candidate]:
-    """Candidates of ``kind`` for method ``auto``: the drafter's whole blocks, and parts of them.
+    """Candidates of ``kind`` for method ``auto``: the drafter's blocks in full and shorter.
 
     Raises ``ValueError`` for a drafter that does not fit.
     """

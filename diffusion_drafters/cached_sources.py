@@ -22,8 +22,9 @@ from specmm.hf.prompts.prompt import VLMPrompt
 
 
 def scoring_states(states: Tensor, kept: Tensor, count: int, block: int) -> Tensor:
-    """The K of a forward's ``states`` [B, N, C] that score the ``block`` after ``kept`` accepted
-    tokens: the last accepted token's state, and the masks', which follow its ``count`` tokens.
+    """The K = ``block`` of a forward's ``states`` [B, N, C] that score the block after ``kept``
+    accepted tokens: the last accepted token's state, and the masks' states, which come after all
+    ``count`` tokens.
     """
     order = torch.arange(count, count + block - 1, device=states.device).expand(len(states), -1)
     last = (kept - 1).clamp(min=0)[:, None]
@@ -51,7 +52,7 @@ def drafter_prompt(prompt: VLMPrompt, translation: Translation) -> VLMPrompt:
 
 
 class CausalSource:
-    """Blocks of a DEER drafter for ``target``, whose tokens see those before them."""
+    """Blocks of a DEER drafter for ``target``, which attends causally."""
 
     longest: int | None
     next_logits: NextLogits | None = None

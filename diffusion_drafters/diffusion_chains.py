@@ -4,10 +4,9 @@ DiffuSpec (arXiv 2510.02358): each row's block is pruned to a lattice and search
 path. A controller sets the block's length from earlier rounds alone. Paths are point masses, exact
 at any temperature.
 
-SpecDiff (arXiv 2408.05636): a chain denoised in two forwards, a piece at a time from the left.
-The second reads the piece drawn before, so a token's distribution depends only on the drafts before
-it, and the ratio test with it is exact. The paper denoises random places; their joint distribution
-is not available from any row.
+SpecDiff (arXiv 2408.05636): a chain denoised in two forwards, a piece at a time from the left. The
+second forward reads the first piece, so a token's distribution depends only on earlier drafts, and
+the ratio test is exact. The paper denoises random places, whose joint distribution no row gives.
 
 Shape letters: B batch, K block, M tokens of a piece, V vocabulary.
 """
@@ -108,7 +107,7 @@ class AdaptiveLength:
 
 @dataclass
 class AdaptiveRow:
-    """A row's controller, its latest draft, and (drafted, accepted) of every round so far."""
+    """A row's controller, its latest draft, and the counts (drafted, accepted) of every round."""
 
     control: AdaptiveLength
     latest: RowDraft = field(default_factory=lambda: RowDraft((), 0))
@@ -125,9 +124,10 @@ class AdaptiveRow:
 class DiffuSpecDrafter:
     """DiffuSpec's drafts for ``source.target``.
 
-    ``least`` and ``most`` bound the drafts' length, equal ones fix it. Unless the target is greedy
-    every block is ``most`` long and a row's path is cut to its own length, filler after it, for a
-    row's uniforms must not depend on the others. Raises ``ValueError`` for impossible bounds.
+    ``least`` and ``most`` bound the drafts' length; equal bounds fix it. Unless the target is
+    greedy, every block is ``most`` long and a row's path is cut to its own length and filled up,
+    because a row's uniforms must not depend on other rows. Raises ``ValueError`` for impossible
+    bounds.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class DiffuSpecDrafter:
 
 
 def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> DraftTree:
-    """Chains of chosen ``paths`` [B] as point masses, filled up with the token of ``root`` [B]."""
+    """Chains of chosen ``paths`` [B] as point masses, padded with the token of ``root`` [B]."""
     rows = [list(path)[:length] for path in paths]
     padded = zip(rows, root.tolist(), strict=True)
     filled = [row + [first] * (length - len(row)) for row, first in padded]

@@ -3,7 +3,7 @@ vLLM reads, and SpecForge's.
 
 speculators numbers states (state i is the i-th layer's output) and orders a drafter's own tokens by
 the target's ids. Our table of pairs is DSpark's vanilla Markov head with a single row for all
-tokens that the drafter lacks; the export repeats that row for each of them.
+tokens that the drafter lacks; the export repeats that row for each such token.
 
 Shape letters: C width, R rank, V vocabulary, v the drafter's.
 """
@@ -29,7 +29,7 @@ from specmm.loading.checkpoints import State, embeddings_of, fingerprint, write_
 
 def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> None:
     """Write the drafter in ``folder`` of the ``target`` model as speculators' ``dflash``, or as
-    ``dspark`` where a draft depends on the drafts before it.
+    ``dspark`` if a draft depends on the drafts before it.
 
     Raises ``ValueError`` for a drafter that those formats cannot describe or that was trained for
     another target.
@@ -42,9 +42,9 @@ def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> None:
 
 
 def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
-    """The Markov head of ``config`` in DSpark's terms; None where it is a plain DFlash.
+    """The Markov head of ``config`` in DSpark's terms; None for a plain DFlash.
 
-    Raises ``ValueError`` naming what speculators' layout has no field for.
+    Raises ``ValueError`` naming parts for which speculators' layout has no field.
     """
     lacks = {
         "a memory along the block (recurrent_size)": bool(config.recurrent),
@@ -155,5 +155,5 @@ def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:
 
 
 def target_layers(target: PreTrainedModel) -> range:
-    """The numbers of the layers of ``target``."""
+    """The indices of all layers of ``target``."""
     return range(int(target.config.get_text_config(decoder=True).num_hidden_layers))

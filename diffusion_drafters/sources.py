@@ -1,9 +1,9 @@
 """Sources of blocks: a diffusion language model that reads tokens, a DFlash drafter that reads
 hidden states.
 
-A source returns logits over the target's vocabulary, over the drafter's part of it, or the inputs
-from which ``next_logits`` computes such logits. Tokens that the two do not share are masked before
-any softmax.
+A source returns logits over the target's vocabulary or the drafter's part of it, or the inputs from
+which ``next_logits`` computes such logits. Tokens that drafter and target do not share are masked
+before any softmax.
 
 Shape letters: B batch, K block, S width of a place (logits, or inputs for them), M drafted tokens,
 N tree nodes, P prefix positions, F layers read, C width, R size of a memory, v the drafter's
@@ -30,7 +30,7 @@ from specmm.hf.models.target import VLMTarget
 
 
 class NextLogits(Protocol):
-    """Makes logits of a place of a block, given the token drafted before it."""
+    """Computes the logits of a place of a block, given the previously drafted token."""
 
     def __call__(
         self, place: Tensor, before: Tensor, memory: Tensor | None
@@ -38,7 +38,7 @@ class NextLogits(Protocol):
         """Logits [..., v] of ``place`` [..., S] after the target's tokens ``before`` [...], and the
         memory [..., R] for the next place, if the drafter has one.
 
-        ``memory`` is the one returned for those tokens' own place (None: the block's first).
+        ``memory`` is the one returned for the previous place (None at the block's first place).
         """
 
 
@@ -73,10 +73,10 @@ class BlockSource(Protocol):
 
 class DiffusionSource:
     """A diffusion language model for ``target`` that reads all tokens again in each round, or as
-    many of the last ones as it has room for.
+    many of the latest tokens as it has room for.
 
-    ``translation`` maps the target's tokens to the model's (None: the same ones); without one, a
-    ``ValueError`` is raised when the vocabularies differ by more than padding.
+    ``translation`` maps the target's tokens to the model's (None: they are the same). Raises
+    ``ValueError`` without one if the vocabularies differ by more than padding.
     """
 
     longest: int | None = None
@@ -124,12 +124,12 @@ class DiffusionSource:
         return self.translation.from_drafter(logits)
 
     def latest(self, row: int, count: int) -> list[int]:
-        """The last ``count`` tokens of a row at most, the root last."""
+        """At most the last ``count`` tokens of a row, ending with the root."""
         stop = int(self.history.lengths[row])
         return self.history.tokens[row, max(stop - count, 0) : stop].tolist()
 
     def _window(self, most: int) -> tuple[Tensor, Tensor]:
-        """The last ``most`` tokens of each row at most [B, P], right-padded, and counts [B]."""
+        """Each row's last tokens, at most ``most`` [B, P], right-padded, and their counts [B]."""
         lengths = self.history.lengths.clamp(max=most)
         first = self.history.lengths - lengths
         order = torch.arange(int(lengths.max()), device=lengths.device)
@@ -150,7 +150,7 @@ def shared_tokens(
 
 
 def end_token(translation: Translation, end: int | None) -> int | None:
-    """The target's token for the drafter's ``end``; None where there is none."""
+    """The target's token for the drafter's ``end``; None if there is none."""
     if end is None:
         return None
     same = ((translation.ids == end) & translation.shared).nonzero()
@@ -231,7 +231,7 @@ class DFlashSource:
         self.model.cache.leave(row)
 
     def absorb(self, feedback: Feedback) -> None:
-        """Read the states of a round in which it did not draft."""
+        """Read the committed states of a round that was drafted by another drafter."""
         assert feedback.result is not None
         self.model.read(feedback.kept_hidden(), feedback.result.kept)
 
@@ -248,7 +248,7 @@ class DFlashSource:
         return self.places(self.model.draft(self.embed(ids))[:, first : block + first])
 
     def places(self, states: Tensor) -> Tensor:
-        """Places [..., S] (logits, or inputs for them) from the ``states`` [..., C] of drafts."""
+        """Logits, or inputs for them, [..., S] from the ``states`` [..., C] of drafts."""
         if self.model.recurrent is not None:
             return self.model.recurrent.places(states)
         head = self.model.markov_head

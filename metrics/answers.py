@@ -134,7 +134,7 @@ def relaxed_match(prediction: str, answers: Sequence[str]) -> bool:
 def exact_match(
     predictions: Predictions, answers: Answers, bootstrap: Bootstrap | None = None
 ) -> Measurement:
-    """Share of answers that equal one of the given ones but for case and white space."""
+    """Share of predictions that equal a given answer, ignoring case and white space."""
     protocol = {"normalisation": "case and white space"}
 
     def score(prediction: str, given: Sequence[str]) -> bool:
@@ -144,7 +144,7 @@ def exact_match(
 
 
 def bleu(predictions: Predictions, answers: Answers) -> Measurement:
-    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002), sacrebleu's tokenizer and ``parts``."""
+    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002), with sacrebleu's tokenizer and parts."""
     _check_questions(predictions, answers)
     with needed("BLEU", "captions"):
         from sacrebleu.metrics.bleu import BLEU

@@ -31,7 +31,7 @@ from specmm.metrics.measurement import Measurement
 
 @dataclass(frozen=True)
 class Comparison:
-    """Squared MMD ``distance`` of two sets, ``p_value`` of its size if both were of one kind.
+    """Squared MMD ``distance`` of two sets, and its ``p_value`` if both had one distribution.
 
     ``loss``: KID(first, reference) - KID(second, reference), positive where ``first`` is worse.
     """
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def differ(self) -> bool:
-        """Whether the test says so; it errs with probability ``alpha`` at most."""
+        """Whether the test finds a difference; it errs with probability ``alpha`` at most."""
         return self.p_value <= self.alpha
 
     def to_json(self) -> dict[str, Any]:
@@ -64,10 +64,10 @@ def compare(
 ) -> Comparison:
     """Test if features [N, F] and [M, F] differ; measure how much against ``reference`` [R, F].
 
-    ``paired``: row i of both was made from the same prompt or noise, so that labels are swapped and
+    ``paired``: row i of both sets comes from the same prompt or noise, so labels are swapped and
     samples redrawn within pairs; then N must be M. The test costs (N + M)² (F + P) multiplications.
-    Raises ``ValueError`` as ``exact_pair`` does, and for unequal pairs, no permutation, or an
-    ``alpha`` that so few permutations cannot reach.
+    Raises ``ValueError`` as ``exact_pair`` does, and for unequal pairs, no permutations, or an
+    ``alpha`` that needs more permutations.
     """
     x, y, facts = exact_pair(first, second)
     if permutations < 1 or not 1 / (permutations + 1) <= alpha < 1:
@@ -91,7 +91,7 @@ def compare(
 
 
 def relabellings(n: int, m: int, count: int, generator: torch.Generator, paired: bool) -> Tensor:
-    """Random labels [P, n + m]: 1 for members of the first set, of which there are n."""
+    """Random labels [P, n + m]: 1 for the n members of the first set."""
     if paired:
         swapped = torch.randint(2, (count, n), generator=generator)
         return torch.cat([1 - swapped, swapped], dim=1).double()

@@ -53,7 +53,7 @@ def extractor(
 class Extractor:
     """A ``network`` to features [n, F] after ``prepare`` of pictures [n, H, W, 3] of one size.
 
-    ``classifier``, where there is one, gives logits [n, C].
+    ``classifier``, if there is one, gives logits [n, C].
     """
 
     name: str
@@ -82,7 +82,7 @@ class Extractor:
         return self._stream(pictures, self.network, self.protocol, batch, progress)
 
     def logits(self, pictures: Pictures, *, batch: int = 32, progress: bool = True) -> FeatureSet:
-        """Class logits [N, C] float32; raises ``ValueError`` also without a classifier."""
+        """Class logits [N, C] float32; errors as ``features``, or for want of a classifier."""
         if self.classifier is None:
             raise ValueError(
                 f"class logits need a classifier, got {self.name}, which has none; "
@@ -139,7 +139,7 @@ def checked(pictures: Pictures) -> Iterator[Tensor]:
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of ``size`` of the ``items``, the last one perhaps shorter."""
+    """``items`` in lists of ``size``; the last list may be shorter."""
     source = iter(items)
     while rows := list(itertools.islice(source, size)):
         yield rows

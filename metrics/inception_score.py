@@ -80,8 +80,8 @@ def _scores(counts: Tensor, total: Tensor, certainty: Tensor) -> Tensor:
 
 
 def inception_score(logits: Features, *, splits: int = 10) -> Measurement:
-    """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``, to which
-    samples are dealt out in turn.
+    """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``, among which
+    samples are dealt in turn.
     """
     rows = as_features(logits)
     statistics = ScoreStatistics.empty(rows.values.shape[1], splits, rows.values.device)

@@ -1,9 +1,9 @@
 """Pictures from folders, globs, zip, tar, numpy files, arrays or a pipeline; streamed, in order.
 
-Files are decoded in worker processes, one at a time in memory, in the order of their names. How a
-file becomes three channels of eight bits is ``DECODING``, which goes into the protocol of what is
-measured on the pictures. Pictures are files with an ending that Pillow knows; every other file is
-counted with the reason why it is left out, so that the counts add up.
+Files are decoded in worker processes, one at a time in memory, in the order of their names.
+``DECODING`` describes how a file becomes three channels of eight bits, and goes into the protocol
+of measurements. Pictures are files with an ending that Pillow knows; every other file is counted
+with the reason for leaving it out, so that the counts add up.
 
 Shapes: a picture [H, W, 3] uint8; an array in a file [N, H, W, 3] uint8.
 """
@@ -50,9 +50,9 @@ LOCAL_HEADER = 30  # bytes of it before the member's name in a .zip
 class PictureSource:
     """Pictures [H, W, 3] uint8, read anew at each iteration; a generator can be iterated once.
 
-    ``files`` are the pictures' files and archive members, if they come from files, and ``left_out``
-    counts the other files by the reason why they are no pictures. ``skipped`` lists (name, reason)
-    of the pictures that could not be read in the last pass.
+    ``files`` are the pictures' files and archive members, if they come from files; ``left_out``
+    counts other files by the reason for leaving them out. ``skipped`` lists (name, reason) of the
+    pictures that could not be read in the last pass.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PictureSource:
         return self._count  # bad ones included; 0 where that is not known
 
     def counts(self) -> dict[str, int]:
-        """The number of files, of pictures among them, and of other files by the reason.
+        """The number of files, of pictures, and of files left out by reason.
 
         Empty if the pictures do not come from files.
         """
@@ -129,8 +129,8 @@ def _flat(source: Any) -> Iterator[np.ndarray]:
 class PictureFile:
     """A file, or the ``member`` at byte ``start`` of the archive at ``place``.
 
-    In a .tar it has ``size`` bytes; of one in a .zip, ``packed`` holds flags, compression, CRC,
-    packed and unpacked size.
+    In a .tar it has ``size`` bytes; in a .zip, ``packed`` holds flags, compression, CRC, packed and
+    unpacked size.
     """
 
     place: str
@@ -144,11 +144,11 @@ class PictureFile:
 
     @property
     def path(self) -> Path:
-        """Of the file, or of its archive."""
+        """The path of the file, or of its archive."""
         return Path(self.place)
 
     def read(self) -> bytes:
-        """Its bytes; ``ValueError`` for an encrypted one, or one packed in a way unknown here.
+        """Its bytes; ``ValueError`` if it is encrypted or its compression is not supported.
 
         The archive's directory, which may be longer than a picture, is not read again.
         """
@@ -214,7 +214,7 @@ def _decoded(
 
 def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureFile], Counter[str]]:
     """The pictures in ``source`` (a folder, archive, glob or single file), ordered by name, and the
-    number of other files by the reason why they are left out.
+    number of other files by the reason for leaving them out.
 
     Raises ``ValueError`` where there are none, and for a broken archive; with ``skip_bad`` one
     in a folder is left out.
@@ -245,7 +245,7 @@ def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureF
 
 
 def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
-    """Pictures' files and archives at ``source``, each with why it is left out, else ""."""
+    """Pictures' files and archives at ``source``, each with the reason to leave it out, or ""."""
     if os.path.isdir(source):
         inside = {*known, ".tar"}
         for place, reason in files_below(source):
@@ -259,7 +259,7 @@ def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def _other(name: str, known: set[str]) -> str:
-    """The ending of the file called ``name`` if it is not among the ``known`` ones, else ""."""
+    """The ending of the file ``name`` if it is not among the ``known`` endings, else ""."""
     ending = os.path.splitext(name)[1].lower()
     return "" if ending in known else f"ending {ending}" if ending else "without ending"
 
@@ -293,7 +293,7 @@ def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[Pictu
 
 
 def _zipped(place: str) -> Iterator[tuple[PictureFile, str | None]]:
-    """The files in a .zip; of links also where they lead."""
+    """The files in a .zip, and the targets of links."""
     with zipfile.ZipFile(place) as packed:
         for info in packed.infolist():
             sizes = (info.CRC, info.compress_size, info.file_size)
@@ -306,7 +306,7 @@ def _zipped(place: str) -> Iterator[tuple[PictureFile, str | None]]:
 
 
 def _tarred(place: str) -> Iterator[tuple[PictureFile, str | None]]:
-    """The files in a .tar that is not compressed; of links also where they lead."""
+    """The files in an uncompressed .tar, and the targets of links."""
     with tarfile.open(place, "r:") as tar:
         while (info := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million would be gigabytes
@@ -366,7 +366,7 @@ def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
 
 
 def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, Fortran order and dtype of an array in numpy's format, whose data are read next.
+    """Shape, Fortran order and dtype of an array in numpy's format; the data come next in ``file``.
 
     Raises ``ValueError`` and ``EOFError`` for anything else.
     """

@@ -1,4 +1,4 @@
-"""Confidence intervals: how much a number would vary with other samples, apart from its bias.
+"""Confidence intervals: how much a number would vary with other samples (not its bias).
 
 A bootstrap for means and U-statistics (Efron 1979). The Fréchet distance gets a delete-a-group
 jackknife: resampling with replacement repeats samples, which lowers the covariance's rank and adds
@@ -49,7 +49,7 @@ class Bootstrap:
         return Interval(low, high, LEVEL, f"bootstrap of {self.draws} over {what}")
 
     def of_mean(self, values: Tensor, what: str = "samples") -> Interval:
-        """Interval of the mean of ``values`` [N]; raises ``ValueError`` when there is none."""
+        """Interval of the mean of ``values`` [N]; raises ``ValueError`` for no values."""
         if not len(values):
             raise ValueError("an interval of a mean needs at least one value, got none")
         exact = values.double().cpu()

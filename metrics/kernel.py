@@ -50,7 +50,7 @@ class KernelResult:
     interval: Interval | None = None
 
     def measurement(self) -> Measurement:
-        """``full``, or ``mean`` where it was not measured; ``protocol["estimate"]`` says which."""
+        """``full``, or ``mean`` if that was not measured; ``protocol["estimate"]`` says which."""
         parts = {"subsets_mean": self.mean, "subsets_std": self.std}
         estimate = "mean over subsets" if self.full is None else "whole sets"
         value = self.mean if self.full is None else self.full
@@ -71,8 +71,8 @@ def kernel_distance(
     """Unbiased squared MMD between features [N, F] and [M, F], in float64.
 
     Subsets of ``subset_size`` (at most the smaller set) are drawn without replacement; ``std`` is
-    their population's. ``full=False`` skips the whole-set estimate, whose cost is (N + M)² F:
-    quicker above roughly 10,000 samples. ``bootstrap`` gives that estimate an interval.
+    their population's. ``full=False`` skips the whole-set estimate, which costs (N + M)² F: faster
+    above roughly 10,000 samples. ``bootstrap`` gives that estimate an interval.
     """
     x, y, protocol = exact_pair(first, second)
     if bootstrap and not full:

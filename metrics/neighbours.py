@@ -27,7 +27,8 @@ def precision_recall(
 ) -> tuple[Measurement, Measurement]:
     """Shares of ``made`` [M, F] in the manifold of ``real`` [N, F] (precision), and vice versa.
 
-    ``bootstrap`` gives intervals over the points, the manifolds held fixed. Sets need more than k.
+    ``bootstrap`` gives intervals over the points, with fixed manifolds. Sets need more than k
+    samples.
     """
     x, y, protocol = _centred(real, made, k)
     pair = []

@@ -1,4 +1,4 @@
-"""The feature networks: how pictures are prepared for each, and what its protocol says.
+"""The feature networks, each with its preparation of pictures and its protocol.
 
 Nothing is downloaded: the ``ValueError`` for missing weights or packages says how to get them.
 
@@ -36,7 +36,7 @@ class Inception(Extractor):
 
     Pictures are resized by TensorFlow 1's bilinear without antialias, as FID was published.
     ``dtype`` bfloat16 is twice as fast on CPUs with AMX, but it moved the FID of 250 pictures by up
-    to 0.4% and their KID by 1.5%. Raises ``ValueError`` for another ``dtype`` than it and float32.
+    to 0.4% and their KID by 1.5%. Raises ``ValueError`` for dtypes other than float32 and bfloat16.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FidelityInception(Extractor):
 
 
 class EfficientNetLite0(Extractor):
-    """EfficientNet-lite0 (Tan and Le 2019), TensorFlow's weights: its numbers are its own."""
+    """EfficientNet-lite0 (Tan and Le 2019), TensorFlow's weights; comparable only to itself."""
 
     def __init__(
         self, device: Device = "cpu", dtype: torch.dtype = float32, weights: Path | None = None
@@ -137,7 +137,7 @@ class DINOv2(Extractor):
     """timm's DINOv2 for FD-DINOv2 (Stein et al. 2023): the class token [N, F] at 224 pixels.
 
     ``weights`` is a folder with ``config.json`` and ``model.safetensors``. timm resamples the
-    position embedding its own way: compare with others' numbers to the leading digits only.
+    position embedding differently: compare only leading digits with published numbers.
     """
 
     def __init__(

@@ -50,8 +50,8 @@ def reconstruction(
     extractor: Extractor | None = None,
     batch: int = 16,
 ) -> list[Measurement]:
-    """PSNR and SSIM, with an ``extractor`` rFID, of pairs [H, W, 3] uint8 of one size, of 11 pixels
-    or more.
+    """PSNR, SSIM and (by ``extractor``) rFID of pairs [H, W, 3] uint8, all of one size >= 11
+    pixels.
     """
     metrics: dict[str, tuple[Score, Protocol]] = {"psnr": (psnr, PSNR), "ssim": (ssim, SSIM)}
     scores: dict[str, list[Tensor]] = {name: [] for name in metrics}
@@ -94,7 +94,7 @@ def clip_score(
 
 
 def psnr(first: Tensor, second: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio [n], dB, of pairs [n, 3, H, W] of 0..255; ``EQUAL`` at most."""
+    """Peak signal-to-noise ratio [n], dB, at most ``EQUAL``, of pairs [n, 3, H, W] of 0..255."""
     error = (first.double() - second.double()).square().mean((1, 2, 3))
     return (10 * (255**2 / error).log10()).clamp(max=EQUAL)
 
@@ -138,7 +138,7 @@ def _stacks(rows: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]
 
 
 def _mean(metric: str, scores: Tensor, protocol: Protocol) -> Measurement:
-    """The mean of ``scores`` [N] with its normal interval, None for a single one."""
+    """The mean of ``scores`` [N] with its normal interval, None for a single score."""
     exact = scores.double()
     value = float(exact.mean())
     interval = None

@@ -121,7 +121,7 @@ def _npz(path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """The dictionary in a torch file, from which only arrays and tensors are made."""
+    """The dictionary in a torch file; only arrays and tensors are loaded from it."""
     make = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
     floats = [type(np.dtype(kind)) for kind in (np.float64, np.float32)]
     in_numpy_1 = (make, "numpy.core.multiarray._reconstruct")  # the name in older files

@@ -61,7 +61,7 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
 
 
 def join(speed: Sequence[Row], quality: Sequence[Row]) -> list[Row]:
-    """Rows of methods that have both a speed and a quality; of several speeds, the fastest."""
+    """Rows of methods that have both a speed and a quality; of several speeds the fastest."""
     fastest = {r["method"]: r for r in sorted(speed, key=lambda r: r["speedup"])}
     return [{**fastest[q["method"]], **q} for q in quality if q["method"] in fastest]
 

@@ -89,10 +89,10 @@ def weights_folder() -> Path:
 
 
 def locate(name: str, given: Path | None = None) -> Path:
-    """The file of the weights called ``name``, or their folder where they are several files.
+    """The file of the weights called ``name``, or their folder if they are several files.
 
     Looked for in ``given`` (file or folder) only, or without it in ``weights_folder()``, a package,
-    torch hub's cache and the HF cache. The ``ValueError`` says which file to put where.
+    torch hub's cache and the HF cache. Raises ``ValueError`` saying which file to put where.
     """
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)
@@ -111,7 +111,7 @@ def locate(name: str, given: Path | None = None) -> Path:
 
 
 def weights_table() -> list[dict[str, str]]:
-    """A row a known set: name, what, licence, ``found`` (its path, or "no"), how to ``get`` it."""
+    """A row a network: name, what, licence, ``found`` (its path or "no"), how to ``get`` it."""
     rows = []
     for name, wanted in KNOWN.items():
         path = next((f for p in _places(name, wanted) if (f := wanted.inside(p))), "no")
@@ -127,7 +127,7 @@ def fingerprint(path: Path) -> str:
 
 
 def main_file(folder: Path) -> Path:
-    """The weights in a ``folder`` of a model; raises ``ValueError`` where there are none."""
+    """The weights in a model's ``folder``; raises ``ValueError`` if there are none."""
     names = ("model.safetensors", "pytorch_model.bin")
     for file in (folder / n for n in names):
         if file.is_file():

@@ -1,4 +1,4 @@
-"""From pictures, videos and questions to a model's inputs: open them, ask the processor, pad.
+"""Turns pictures, videos and questions into a model's inputs: opens, processes and pads them.
 
 Shape letters: B batch, L positions.
 """
@@ -29,9 +29,7 @@ Texts = str | Sequence[str]
 
 @dataclass(frozen=True)
 class Questions:
-    """B questions, or chats, and the pictures and videos of each; without ``chat`` they are prompts
-    with placeholders.
-    """
+    """B questions or chats with their pictures and videos; not ``chat``: they hold placeholders."""
 
     texts: Sequence[str | Chat]
     pictures: list[list[Image.Image]]
@@ -126,7 +124,7 @@ def _each(given: Any, is_one: Callable[[Any], bool], opened: Callable[[Any], Any
 
 
 def _per_question(name: str, one: str, given: Any, count: int) -> list[Any]:
-    """``given`` as a list with an entry for each of ``count`` questions."""
+    """``given`` as a list with one entry for each of ``count`` questions."""
     each = [None] * count if given is None else given
     if not isinstance(each, list | tuple) or len(each) != count:
         got = len(each) if isinstance(each, list | tuple) else f"one {one}"

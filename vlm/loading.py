@@ -6,8 +6,8 @@ A composed folder has ``projector.safetensors`` and a ``config.json`` that names
 the whole is transformers' own ``LlavaForConditionalGeneration``.
 
 Drafters are in ``drafters/``: ``text`` holds a language model, ``vlm`` a small vision-language
-model (without one the first expert drafts), ``msd`` an MSD head, ``experts`` a folder for each
-model of Speculative Verdict, and optionally ``prompts.json`` with other prompts for them.
+model (else the first expert drafts), ``msd`` an MSD head, and ``experts`` a folder for each model
+of Speculative Verdict and, optionally, ``prompts.json`` with their prompts.
 
 Shape letters: B pictures, N patches, D channels, S pixels a side that the tower sees.
 """
@@ -75,7 +75,7 @@ STD = 128 / 255
 
 
 def load_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """The vision-language model in ``folder``; ``ValueError`` when it holds something else.
+    """The vision-language model in ``folder``; ``ValueError`` if it holds none.
 
     ``options`` go to transformers' ``from_pretrained``.
     """
@@ -98,7 +98,7 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -
 
 
 def load_processor(folder: Path) -> Any:
-    """The processor beside the model; ``ValueError`` when there is none."""
+    """The processor beside the model; ``ValueError`` if there is none."""
     if is_composed(folder):
         return build_processor(read_json(folder / "config.json")["language_model"])
     try:
@@ -116,7 +116,7 @@ def load_processor(folder: Path) -> Any:
 
 
 def load_small(folder: Path, target: PreTrainedModel, method: str) -> SmallModel:
-    """The small vision-language model in ``folder`` with its processor, as ``target`` is."""
+    """The small vision-language model in ``folder``, placed as ``target`` is, and its processor."""
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
     return SmallModel(prepack(load_model(folder, target.dtype).to(target.device)), processor)
 
@@ -127,7 +127,7 @@ def is_composed(folder: Path) -> bool:
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """The packages that the composed model of ``folder`` needs and that are not installed."""
+    """The packages of the composed model in ``folder`` that are not installed."""
     language = find_target(read_json(folder / "config.json")["language_model"])
     missing = missing_packages(language) if is_packaged(language) else []
     tower = (efficientnet.CODE, efficientnet.WEIGHTS)
@@ -235,7 +235,7 @@ class TowerConfig(PreTrainedConfig):
 class Tower(PreTrainedModel):
     """EfficientNet-lite0, pretrained on ImageNet, as the vision tower of a transformers LLaVA.
 
-    The outputs of its last blocks at strides 16 (where things are) and 32 (what they are) are
+    The outputs of its last blocks at strides 16 (fine positions) and 32 (more meaning) are
     concatenated. Raises ``ValueError`` if its package is missing.
     """
 

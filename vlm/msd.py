@@ -92,7 +92,7 @@ class MSDConfig:
     def from_json(cls, facts: Mapping[str, Any], source: object = "config.json") -> MSDConfig:
         """Sizes from a drafter's (or a text model's) ``config.json``.
 
-        Raises ``ValueError`` naming what is missing, and for scaled rotary positions.
+        Raises ``ValueError`` naming missing sizes, and for scaled rotary positions.
         """
         missing = [name for name in SIZES if not isinstance(facts.get(name), int)]
         if missing:
@@ -181,8 +181,8 @@ class MSDLayer(nn.Module):
 
 
 class MSDHead(nn.Module):
-    """The network: ``fc`` and the layers; the output head is the target's, and so are the token
-    embeddings that it drafts with, of which released files have a frozen copy.
+    """The network: ``fc`` and the layers; the output head and the token embeddings are the
+    target's, though released files have a frozen copy of the embeddings.
 
     ``acceptance`` by temperature was measured after training, for method ``auto``.
     """
@@ -227,8 +227,8 @@ class MSDHead(nn.Module):
         """Predicted next hidden states [R, T, C] of ``slots`` [R, T, C] at ``positions`` [R or 1,
         T], 0 … T - 1.
 
-        Without ``bias`` the attention is causal over the slots given; else it sees what each
-        layer's ``memory`` holds under the additive ``bias`` [R or 1, 1, T, S].
+        Without ``bias`` the attention is causal over the given slots; else each layer attends to
+        its ``memory`` under the additive ``bias`` [R or 1, 1, T, S].
         """
         if positions is None:
             positions = torch.arange(slots.shape[1], device=slots.device)[None]
@@ -245,7 +245,7 @@ class MSDHead(nn.Module):
 class BoundMSD:
     """``head`` as it drafts for ``target``; see :class:`specmm.hf.drafters.features.BoundNetwork`.
 
-    Raises ``ValueError`` when the head's dtype, width or vocabulary is not the target's.
+    Raises ``ValueError`` unless dtype, width and vocabulary are the target's.
     """
 
     layers = ()
@@ -253,7 +253,7 @@ class BoundMSD:
     mask = None
 
     def begin(self) -> None:
-        """Nothing of the target is copied."""
+        """Does nothing: no weights of the target are copied."""
 
     def __init__(self, head: MSDHead, target: VLMTarget) -> None:
         _check_sizes(head, target)
@@ -306,8 +306,8 @@ def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
 def drafted_embeddings(target: Any) -> Tensor:
     """Input embeddings [V, C] of ``target``'s decoder for all tokens of its head.
 
-    They are computed by the embedding module: some scale their table, and some tables have more
-    rows than the head.
+    The embedding module computes them, because some modules scale their table, and some tables have
+    more rows than the head.
     """
     rows = len(target.get_output_embeddings().weight)
     embeddings: Tensor = target.get_input_embeddings()(torch.arange(rows, device=target.device))

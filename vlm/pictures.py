@@ -1,4 +1,4 @@
-"""Opens pictures in any form that users give: turned upright, in RGB, transparency on white.
+"""Opens pictures in any form: turned upright, converted to RGB, transparency on white.
 
 Shape letters: H and W pixels of the sides, C channels.
 """
@@ -27,11 +27,11 @@ PATIENCE = 30  # seconds that a server may keep silent
 
 def open_image(source: Source) -> Image.Image:
     """RGB picture of a file, its bytes, an address (http, https, data), a PIL image, or an array or
-    tensor, turned as its camera says, transparency on white.
+    tensor, turned upright by its metadata, transparency on white.
 
     An animation gives its first frame; of 16 bits the high byte. Raises ``ValueError`` for a source
-    that is no picture, is damaged, or has more than ``MOST_PIXELS`` pixels by its header, before
-    anything is decoded.
+    that is not a picture, is damaged, or has more than ``MOST_PIXELS`` pixels by its header, before
+    decoding.
     """
     file, name = _named(source)
     try:
@@ -63,7 +63,7 @@ def from_numbers(numbers: npt.NDArray[Any] | Tensor) -> Image.Image:
     """The picture of an array or tensor [H, W], [H, W, C] or [C, H, W] of 1, 3 or 4 channels: bytes
     from 0 to 255, or floats from 0 to 1.
 
-    Where both layouts are possible an array has its channels last, a tensor first. Raises
+    If both layouts are possible, an array has its channels last, a tensor first. Raises
     ``ValueError`` for other shapes and values.
     """
     first = isinstance(numbers, Tensor)
@@ -90,7 +90,7 @@ def _as_array(numbers: npt.NDArray[Any] | Tensor) -> npt.NDArray[Any]:
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """``array`` in bytes; raises ``ValueError`` for values out of range."""
+    """``array`` as uint8; raises ``ValueError`` for values out of range."""
     floats = np.issubdtype(array.dtype, np.floating)
     most = 1 if floats else 255
     if array.size and not 0 <= array.min() <= array.max() <= most:

@@ -102,7 +102,7 @@ class VQAPipeline(Pipeline):
         return super().to(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :class:`Pipeline`; the folder of a model of two packages is copied."""
+        """See :class:`Pipeline`; the folder of a composed model is copied."""
         own = self.drafters.folder
         if own is not None and is_composed(own):
             shutil.copytree(own, folder, dirs_exist_ok=True)
@@ -126,9 +126,9 @@ class VQAPipeline(Pipeline):
         replace all of these.
 
         ``options``: see :class:`Options`. An answer depends on its own random stream, not on the
-        batch (but auto plans for the batch). ``streamer`` gets a single answer's ids, as
-        transformers' streamers do, but not the prompt's: leave its ``skip_prompt`` off. Raises
-        ``ValueError`` for pictures, questions, options and methods that do not fit.
+        batch (though auto chooses for the batch). ``streamer`` gets a single answer's ids, but not
+        the prompt's: leave its ``skip_prompt`` off. Raises ``ValueError`` for pictures, questions,
+        options and methods that do not fit.
         """
         with ending(streamer):
             given = self.options(options)
@@ -197,7 +197,7 @@ class VQAPipeline(Pipeline):
         return self._prepared(self.options(options), questions, images)
 
     def prompt(self, asked: Any, options: Options) -> VLMPrompt:
-        """The model's inputs for what was ``asked``."""
+        """The model's inputs for the questions ``asked``."""
         return VLMPrompt(asked.inputs(self.processor), options.max_new_tokens, asked)
 
     def asked(
@@ -222,7 +222,7 @@ class VQAPipeline(Pipeline):
         videos: Videos = None,
         **options: Any,
     ) -> Run:
-        """A run that has decoded nothing yet, for callers that play its rounds one by one."""
+        """A run before its first round, for callers that run its rounds one by one."""
         return self._start(self.options(options), questions, images, videos)
 
     def _rounds(self, apart: bool, *asked: Any) -> Iterator[list[RoundText]]:
@@ -240,7 +240,7 @@ class VQAPipeline(Pipeline):
         options: Mapping[str, Any],
         streamer: BaseStreamer | None,
     ) -> VQAOutput:
-        """Speculative Verdict by this pipeline's experts (pipelines), its model the judge."""
+        """Speculative Verdict: this pipeline's experts answer, and its model is the judge."""
         if not isinstance(question, str):
             got = "messages" if question is None else len(question)
             raise ValueError(f"method 'verdict' takes one question at a time, got {got}")
@@ -264,21 +264,21 @@ class VQAPipeline(Pipeline):
     def chosen(
         self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE
     ) -> Chosen:
-        """See :class:`Pipeline`; for answers with pictures ``auto`` tries the methods for these."""
+        """See :class:`Pipeline`; for answers with pictures ``auto`` tries methods for these."""
         if method.name != methods.Auto.name or not isinstance(target, InterleavedTarget):
             return super().chosen(method, target, prompt, share)
         choice, why = self.drawn.chosen(target, prompt)
         return Chosen(choice, f"auto: {methods.label(choice)} ({why})")
 
     def check_drawing(self, method: methods.VQAMethod, max_new_tokens: int) -> None:
-        """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` may hold pictures
-        and these can be decoded.
+        """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` can hold pictures
+        and the pictures can be decoded.
         """
         _check_serving(method)
         self._reader.check(max_new_tokens)
 
     def target(self, method: Any, options: Options) -> VLMTarget:
-        """See :class:`Pipeline`; raises ``ValueError`` for pictures by methods without them."""
+        """See :class:`Pipeline`; raises ``ValueError`` for pictures by methods without support."""
         if not options.draw:
             return super().target(method, options)
         if options.compiled is True:
@@ -287,7 +287,7 @@ class VQAPipeline(Pipeline):
         return InterleavedTarget(self.model, options.processor, self.name)
 
     def stops(self, options: Options) -> StopStrings:
-        """See :class:`Pipeline`; each picture drawn is shown as the processor's placeholder."""
+        """See :class:`Pipeline`; each drawn picture appears as the processor's placeholder."""
         if not options.draw:
             return super().stops(dataclasses.replace(options, chat=True))  # prompts end in a mark
         placeholder = str(getattr(self.processor, "image_token", "<image>"))
@@ -305,11 +305,11 @@ class VQAPipeline(Pipeline):
 
 
 def _check_serving(method: methods.VQAMethod) -> None:
-    """Raise ``ValueError`` for a method that serves no answers with pictures."""
+    """Raise ``ValueError`` for a method that cannot put pictures into answers."""
     if method.name not in SERVING:
         raise ValueError(f"draw=True needs a method of {', '.join(SERVING)}, got {method.name!r}")
 
 
 def _is_judged(method: methods.VQAMethod) -> bool:
-    """Whether a judge decides between answers, in place of a drafter."""
+    """Whether the method has a judge that chooses among answers, instead of a drafter."""
     return method.name in KINDS and bool(KINDS[method.name].judge)

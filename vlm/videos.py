@@ -1,7 +1,7 @@
 """Opens videos: files, animations, folders and lists of frames, arrays.
 
-A file is read when the processor is called, because only that knows which frames its model samples.
-A list of frames is taken as already sampled: all are shown.
+A file is read when the processor is called, because the processor knows which frames its model
+samples. A list of frames counts as already sampled, so all are used.
 
 Shape letters: F frames, H height, W width.
 """
@@ -47,9 +47,9 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class Video:
-    """A video by its ``name``; ``read`` gives the frames of a choice.
+    """A video by its ``name``; ``read`` returns the frames that a function chooses.
 
-    Frames that were ``given`` one by one are not sampled again.
+    Frames that were ``given`` as a list are not sampled again.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Video:
     given: bool = False
 
     def frames(self, sampler: Any = None) -> Frames:
-        """The frames that ``sampler``, a video processor of transformers, wants (None: all).
+        """The frames that ``sampler``, a video processor of transformers, chooses (None: all).
 
         Raises ``ValueError`` for a file that cannot be read and for too many pixels.
         """
@@ -80,9 +80,9 @@ class Video:
 def open_video(source: VideoSource, fps: float | None = None) -> Video:
     """A video of a file, an animation, a folder of frames, a list of pictures or an array.
 
-    Arrays are [F, H, W, 3], of bytes or of numbers from 0 to 1. Frames come ``fps`` a second.
-    Raises ``ValueError`` for anything else, for files that hold no video, and for the rate of a
-    file, which says it itself.
+    Arrays are [F, H, W, 3], of bytes or of numbers from 0 to 1. ``fps`` is their rate. Raises
+    ``ValueError`` for anything else, for files that hold no video, and for ``fps`` with a file,
+    which states its own rate.
     """
     if fps is not None:
         check_numbers(fps=fps)
@@ -110,7 +110,7 @@ def open_video(source: VideoSource, fps: float | None = None) -> Video:
 
 
 def is_video(value: object) -> bool:
-    """Whether ``value`` is one video, not a list of them."""
+    """Whether ``value`` is one video, not a list of videos."""
     if isinstance(value, list | tuple):
         return bool(value) and all(isinstance(item, Image.Image) for item in value)
     return isinstance(value, str | Path | np.ndarray | Tensor)
@@ -121,7 +121,7 @@ def _all(metadata: VideoMetadata) -> Sequence[int]:
 
 
 def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
-    """The frames that a processor takes from a video: all if it has no sampling options, or if the
+    """The frames that a processor takes from a video: all, if it has no sampling options or the
     video is too short for them.
     """
     options = {name: getattr(sampler, name, None) for name in sampler.valid_kwargs.__annotations__}
@@ -135,7 +135,7 @@ def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
 
 
 def _of_frames(name: str, frames: np.ndarray, fps: float | None) -> Video:
-    """The ``frames`` [F, H, W, 3] themselves."""
+    """A video of the ``frames`` [F, H, W, 3]."""
     count, height, width, _ = frames.shape
     rate = FPS if fps is None else fps
     metadata = VideoMetadata(count, rate, width, height, count / rate)
@@ -219,7 +219,7 @@ def _frames_of(path: Path, choose: Choice) -> Frames:
 
 
 def _read_file(path: Path, choose: Choice) -> Frames:
-    """Frames of a film, by the first package that is installed here and can read it."""
+    """Frames of a video file, by the first installed package that can read it."""
     readers = [name for name, package in READERS.items() if importlib.util.find_spec(package)]
     if not readers:
         raise ValueError(

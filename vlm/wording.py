@@ -1,4 +1,4 @@
-"""Writes questions in the form that a transformers processor expects, found by trying it.
+"""Writes questions in the form that a transformers processor expects, found by experiment.
 
 Processors differ in where a picture's placeholder comes from (the chat template, the user or the
 processor), in the form of a message's content in templates, and in how pictures are nested.
@@ -41,7 +41,7 @@ _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a process
 
 
 def warn_of_none(processor: Any, name: str) -> None:
-    """Log a warning if the model called ``name`` has no chat template, so questions stay raw."""
+    """Log a warning if the model called ``name`` has no chat template: questions stay raw."""
     if template_of(processor) is None and not places_pictures(processor):
         LOGGER.warning(
             "%s has no chat template, so questions go in as they are, after their pictures; put a "
@@ -52,9 +52,10 @@ def warn_of_none(processor: Any, name: str) -> None:
 
 def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> str:
     """The text for ``processor`` of a question ``text`` about ``counts`` images and videos; without
-    ``chat`` the text itself, checked.
+    ``chat`` it is ``text`` itself, checked.
 
-    Raises ``ValueError`` for placeholders that do not fit and kinds that the processor lacks.
+    Raises ``ValueError`` for misfitting placeholders and for kinds of input that the processor
+    lacks.
     """
     _check_videos(processor, counts)
     tokens = {kind: placeholder(processor, kind) for kind in counts}
@@ -75,9 +76,9 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
 
 
 def conversation(processor: Any, chat: Chat) -> str:
-    """The text that ``processor`` reads of a ``chat``, in the chat template.
+    """The text of a ``chat`` for ``processor``, in its chat template.
 
-    Raises ``ValueError`` for a chat that the template does not take as a whole.
+    Raises ``ValueError`` if the template does not take all of the chat.
     """
     counts = {"image": len(chat.images), "video": len(chat.videos)}
     _check_videos(processor, counts)
@@ -121,9 +122,9 @@ def read(
 ) -> dict[str, Any]:
     """The output of ``processor`` for ``prompts`` with the pictures and videos of each.
 
-    Some look for pictures only in the first row, or only up to the last row that has any; they are
-    called with an extra row with a picture before and after, which are removed again. Raises
-    ``ValueError`` for inputs that a processor does not accept.
+    Some processors look for pictures only in the first row, or only up to the last row with
+    pictures; they are called with an extra row with a picture before and after, which are removed
+    again. Raises ``ValueError`` for inputs that a processor does not accept.
     """
     rows = list(zip(prompts, pictures, videos, strict=True))
     has_pictures = bool(pictures[0]) and bool(pictures[-1])
@@ -165,9 +166,7 @@ def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
-    """As ``_called``, but with an extra row with a picture before and after the ``rows``, whose
-    output is removed.
-    """
+    """As ``_called``, with an extra picture row before and after ``rows``, removed afterwards."""
     sample = _sample(processor, ONE)
     counts = {name: len(value) for name, value in _called(processor, [sample]).items()}
     inputs = _called(processor, [sample, *rows, sample])
@@ -180,7 +179,7 @@ def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _by_row(processor: Any) -> bool:
-    """Whether ``processor``'s output for pictures has an entry for each row, not each picture."""
+    """Whether ``processor``'s picture outputs have one entry a row instead of one a picture."""
     if processor not in _rowwise:
         inputs = _called(processor, [_sample(processor, TWO)])
         _rowwise[processor] = all(len(value) == 1 for value in inputs.values())
@@ -207,14 +206,14 @@ def places_pictures(processor: Any) -> bool:
 
 
 def _quiet(processor: Any) -> AbstractContextManager[None]:
-    """Silence a ``processor`` that inserts placeholders itself and advises to insert them."""
+    """Silence the advice of a ``processor`` to insert placeholders that it inserts itself."""
     return unlogged(type(processor).__module__, "passing both `text` and `images`")
 
 
 def _shown(
     processor: Any, pictures: Sequence[Sequence[Image.Image]], videos: Sequence[Sequence[Video]]
 ) -> dict[str, Any]:
-    """The arguments for pictures and videos."""
+    """The processor's keyword arguments for pictures and videos."""
     given: dict[str, Any] = {}
     if any(pictures):
         each = {len(shown) for shown in pictures}
@@ -238,7 +237,7 @@ def _shown(
 
 
 def _names(part: Any) -> set[str]:
-    """The inputs that a ``part`` of a processor makes."""
+    """The names of the inputs that a ``part`` of a processor makes."""
     return set(getattr(part, "model_input_names", ()))
 
 
@@ -278,7 +277,7 @@ def _takes_parts(processor: Any) -> bool:
 
 
 def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
-    """``text`` after the placeholders."""
+    """``text`` preceded by its placeholders."""
     return "".join((placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
 
 

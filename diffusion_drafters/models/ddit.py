@@ -1,7 +1,8 @@
 """MDLM's and BD3LM's network: a diffusion transformer over tokens with adaptive norms.
 
-Official parameter names. MDLM sees everything; BD3LM is causal between blocks and sees everything
-within one. Sources: MDLM (arXiv 2406.07524), BD3LM (arXiv 2503.09573), DiT (arXiv 2212.09748).
+Official parameter names. MDLM has full attention; BD3LM is causal between blocks and has full
+attention within a block. Sources: MDLM (arXiv 2406.07524), BD3LM (arXiv 2503.09573), DiT (arXiv
+2212.09748).
 
 Shape letters: B batch, L positions, H heads, D head width, C width, E width of the condition, v
 vocabulary.
@@ -83,8 +84,8 @@ class DDiT(nn.Module):
 class MaskedDDiT:
     """A :class:`DDiT` without time conditioning as :class:`DiffusionLM`, without shift.
 
-    Its ``mask`` is by default the last token. Raises ``ValueError`` for a mask that is not a token
-    of the model, or that is its ``end``.
+    ``mask`` defaults to the last token. Raises ``ValueError`` for a mask that is not a token of the
+    model, or that is its ``end``.
     """
 
     shift = 0

@@ -3,7 +3,7 @@
 One bidirectional pass over [anchor | masks] drafts a block. The context is the states of the
 target's chosen layers at each committed token, mixed by ``fc`` and normed. Only its keys and values
 are cached, so rejected drafts need no cleaning up. Embeddings and head are the target's, unless a
-release has its own. Parameters have z-lab's names; those of other releases are renamed. Source:
+release has its own. Parameters have z-lab's names; other releases' parameters are renamed. Source:
 DFlash (arXiv 2602.06036).
 
 Three options extend it. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens,
@@ -99,7 +99,7 @@ class DFlash(nn.Module):
         self.embed_tokens: nn.Embedding | None = None
 
     def own(self, state: Mapping[str, Tensor]) -> None:
-        """Make room for the head and the embeddings that ``state`` has."""
+        """Create the drafter's own head and embeddings if ``state`` has them."""
         sizes = self.config.sizes
         width: int = sizes.hidden_size
         if OWN_HEAD in state:
@@ -110,16 +110,16 @@ class DFlash(nn.Module):
 
     @property
     def ids(self) -> Tensor | None:
-        """The target's ids [v] of the drafter's tokens; None where they are all of the target's."""
+        """The target's ids [v] of the drafter's tokens; None if it drafts all of them."""
         if not self.config.tokens:
             return None
         return self.d2t + torch.arange(self.config.tokens, device=self.d2t.device)
 
     def set_ids(self, ids: Tensor) -> None:
-        """Make ``ids`` [v] of the target's the drafter's tokens.
+        """Let the drafter draft the target's tokens ``ids`` [v].
 
-        Raises ``ValueError`` for ids that repeat, that the target lacks or that are not as many as
-        the config says.
+        Raises ``ValueError`` for repeated ids, ids that the target lacks, and another number than
+        the config's.
         """
         count = self.config.tokens
         check_ids(ids, count, self.config.sizes.vocab_size)
@@ -151,7 +151,7 @@ class DFlash(nn.Module):
         self.everyone = torch.ones(1, block, block, dtype=torch.bool, device=device)
 
     def read_prompt(self, context: Tensor, lengths: Tensor) -> None:
-        """Keep the ``context`` [B, M, F·C] of prompts of ``lengths`` [B]."""
+        """Cache the ``context`` [B, M, F·C] of prompts of ``lengths`` [B]."""
         self.cache.aim(0, context.shape[1])
         self._write(context, torch.arange(context.shape[1], device=lengths.device)[None])
         self.cache.lengths += lengths
@@ -168,7 +168,7 @@ class DFlash(nn.Module):
         """States [B, K, C] of blocks whose anchors follow the context.
 
         ``embeddings`` [B, K, C] are the target's of [anchor, mask, mask, …]. Row i scores the token
-        at its own position, so the anchor's scores nothing.
+        at its own position, so the anchor's row scores nothing.
         """
         cache = self.cache
         cache.aim(cache.size.capacity, cache.slots)
@@ -181,8 +181,8 @@ class DFlash(nn.Module):
         return self.norm(x)
 
     def _biases(self, bias: Tensor) -> list[Tensor]:
-        """Each layer's mask [B, 1, K, S]: ``bias``, which hides no place of the block from another,
-        narrowed to the layer's reach.
+        """Each layer's mask [B, 1, K, S]: ``bias``, under which the block's places all attend to
+        one another, narrowed to the layer's reach.
         """
         reaches = self.config.reaches or (Reach(),) * len(self.layers)
         size = self.cache.size
@@ -199,10 +199,10 @@ class DFlash(nn.Module):
 
 
 def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, capacity: int) -> Tensor:
-    """``bias`` [B, 1, K, S] with -inf where a place's ``reach`` does not extend.
+    """``bias`` [B, 1, K, S] with -inf beyond each place's ``reach``.
 
-    Slot i of the first ``capacity`` is the context's position i of ``lengths`` [B], slot
-    ``capacity`` + i the block's place i.
+    Slot i < ``capacity`` is position i of the context of ``lengths`` [B]; slot ``capacity`` + i is
+    place i of the block.
     """
     if reach == Reach():
         return bias
@@ -222,7 +222,7 @@ def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, capacity: int) -> Tens
 
 
 def block_head(config: DFlashConfig, tokens: int) -> MarkovHead | DominoHead | None:
-    """The head of a release of ``config`` for a drafter of ``tokens`` v; None where it has none."""
+    """The release's head that ``config`` describes, for v = ``tokens``; None if there is none."""
     head = config.head
     if head is None:
         return None
@@ -251,8 +251,8 @@ def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
     """The drafter in ``folder``, of any layout that ``dflash_config`` knows, in ``dtype`` or the
     file's.
 
-    In evaluation mode. Raises ``ValueError`` naming sizes that are missing and missing, extra,
-    misshapen or non-finite weights.
+    In evaluation mode. Raises ``ValueError`` naming missing sizes, and missing, extra, misshapen or
+    non-finite weights.
     """
     config = DFlashConfig.from_json(read_json(Path(folder) / "config.json"), folder)
     return dflash_of(config, read_state(folder), folder, dtype)
@@ -261,7 +261,7 @@ def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
 def dflash_of(
     config: DFlashConfig, weights: Mapping[str, Tensor], source: object, dtype: torch.dtype | None
 ) -> DFlash:
-    """The drafter of ``config`` with ``weights`` by any release's names (:func:`load_dflash`)."""
+    """The drafter of ``config`` with ``weights`` under any release's names; see ``load_dflash``."""
     kept_weights = {name: x for name, x in weights.items() if name.split(".")[0] not in TARGETS}
     state = renamed(kept_weights, RENAMED)
     if not config.tokens:
@@ -282,7 +282,7 @@ def save_dflash(
 ) -> None:
     """Write z-lab's format, with the fingerprint of the target's ``embeddings`` [V, C].
 
-    Raises ``ValueError`` for a drafter with parts that z-lab's format does not have.
+    Raises ``ValueError`` for a drafter with parts that z-lab's format lacks.
     """
     config = model.config
     if config.head or config.confidence or config.anchor or config.reaches or model.lm_head:

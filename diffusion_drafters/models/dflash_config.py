@@ -2,8 +2,8 @@
 
 z-lab and SpecForge nest the fields in ``dflash_config`` that transformers' assistants and
 DeepSeek's DSpark have at the top level; speculators nests a layer's config and counts layers from
-the embeddings. They differ in which state of a target's last layer is meant, in the reach of layers
-with a window, and in whether the anchor's own place drafts; see the readers below.
+the embeddings. They differ in the state that they read of a target's last layer, in the reach of
+layers with a window, and in whether the anchor's own place drafts; see the readers below.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Reach:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """A release's head that binds a block's drafts: DSpark's ``kind`` "vanilla", "gated" or "rnn"
-    of rank ``size``, or "domino" with a GRU of ``size``, a layer of ``inner`` and ``pure`` drafts
-    before it.
+    """A release's head that makes drafts depend on earlier ones: DSpark's ``kind`` "vanilla",
+    "gated" or "rnn" of rank ``size``, or "domino" with a GRU of ``size``, a layer of width
+    ``inner``, and ``pure`` first drafts without it.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class DFlashConfig:
 
     ``tokens`` is the size v of the drafter's own vocabulary (0: the target's), ``markov`` the rank
     of its table of pairs (0: none), ``recurrent`` the size of its memory along a block (0: none).
-    With ``anchor`` the anchor's place drafts, too, and place i the token after its own position.
-    Of the target's last layer the states after the final norm are read if ``normed``. ``reaches``
-    are what each layer sees (empty: everything), ``head`` is a release's, ``confidence`` what its
-    confidence head reads: "" (there is none), "states", or "markov" (the head's token, too). Raises
-    ``ValueError`` for a block without a draft, a mask outside the vocabulary, no or repeated layers
-    and sizes that cannot be.
+    With ``anchor`` the anchor's place drafts, too, and place i drafts the token after its own
+    position. If ``normed``, the target's last layer is read after the final norm. ``reaches``: each
+    layer's reach (empty: unlimited); ``head``: a release's head; ``confidence``: the input of its
+    confidence head, "" (there is none), "states", or "markov" (also the Markov head's token).
+    Raises ``ValueError`` for a block without a draft, a mask outside the vocabulary, no or repeated
+    layers and sizes that cannot be.
     """
 
     sizes: Qwen3Config
@@ -129,7 +129,7 @@ class DFlashConfig:
 
     @property
     def longest(self) -> int:
-        """The drafts of a block."""
+        """The number of drafts of a block."""
         return self.block if self.anchor else self.block - 1
 
     @classmethod

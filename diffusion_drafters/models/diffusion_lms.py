@@ -126,8 +126,8 @@ class FullAttention:
 def load_diffusion_lm(folder: str | Path, dtype: torch.dtype | None = None) -> DiffusionLM:
     """The model in ``folder``, in evaluation mode, in ``dtype`` or the file's.
 
-    Raises ``ValueError`` naming an unknown kind of model, sizes that are missing, layers that are
-    not as published, a mask token that the model lacks, and missing, extra, misshapen or non-finite
+    Raises ``ValueError`` naming an unknown kind of model, missing sizes, layers unlike the
+    published ones, a mask token that the model lacks, and missing, extra, misshapen or non-finite
     weights.
     """
     facts = read_json(Path(folder) / "config.json")
@@ -178,7 +178,7 @@ def _full(
 
 
 def _llada_config(facts: Facts) -> LlamaConfig:
-    """LLaDA's ``config.json`` as Llama's; raises ``ValueError`` for what a Llama cannot be."""
+    """LLaDA's ``config.json`` as Llama's; raises ``ValueError`` for settings that Llama lacks."""
     odd = {k: facts[k] for k, v in LLADA_ON.items() if facts.get(k, v) != v}
     odd |= {k: facts[k] for k in LLADA_OFF if facts.get(k)}
     if odd:
@@ -194,7 +194,7 @@ def _llada_config(facts: Facts) -> LlamaConfig:
 
 
 def _llama_name(name: str) -> str:
-    """A LLaDA tensor's name in a Llama; other names stay, for strict loading to refuse."""
+    """Llama's name for a LLaDA tensor; other names stay, and strict loading refuses them."""
     match = re.fullmatch(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
     if match is None:
         return name

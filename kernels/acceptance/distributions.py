@@ -1,4 +1,4 @@
-"""Distributions in Triton: the likeliest token of one, and a token drawn from one.
+"""Distributions in Triton: the likeliest token, and sampling.
 
 Shape letters: V vocabulary.
 """
@@ -17,7 +17,7 @@ LEAST = tl.constexpr(1.1754944e-38)  # a draft of zero mass divides by this
 
 @triton.jit
 def argmax(row, V, BLOCK: tl.constexpr):
-    """The first place that has the largest of a row."""
+    """The first index of a row's largest value."""
     top = tl.full([], float("-inf"), row.dtype.element_ty)
     place = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):

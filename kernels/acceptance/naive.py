@@ -14,7 +14,7 @@ from specmm.verify.naive import Result
 def accept(
     result: Result, parents: Sequence[int], uniforms: Sequence[float]
 ) -> tuple[list[int], int]:
-    """Nodes kept, root first, and the next token, from a ``result`` of ``specmm.verify.naive``.
+    """Accepted nodes, root first, and the next token, from a ``result`` of ``specmm.verify.naive``.
 
     ``uniforms`` [N + 1]: one uniform for each node, the last for the next token.
     """

@@ -62,7 +62,7 @@ def follow(
     probs_ptr, tokens_ptr, parents_ptr, path_ptr, kept_ptr, next_ptr,
     nodes, shapes, levels, V, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's path, kept and next token by the likeliest token of each node that is reached."""
+    """One row's path, kept and next token: the likeliest token of each reached node decides."""
     row = tl.program_id(0).to(tl.int64)
     parents = parents_ptr + row % shapes * nodes
     tokens = tokens_ptr + row * nodes
@@ -89,7 +89,7 @@ def _at(values, place, index):
 
 @triton.jit
 def _rest(now, scale, token, draft, v, V, DRAWN: tl.constexpr):
-    """(``scale`` ``now`` - q)+ of the tokens ``v`` [BLOCK]; a point mass takes the whole token."""
+    """(``scale`` ``now`` - q)+ of the tokens ``v`` [BLOCK]; a point mass removes its token."""
     target = tl.load(now + v, mask=v < V, other=0.0) * scale
     if DRAWN:
         return tl.maximum(target - tl.load(draft + v, mask=v < V, other=0.0), 0.0)
@@ -117,8 +117,8 @@ def walk(
 ):  # fmt: skip
     """One row's path, kept and next token: siblings are tested in turn from the root down.
 
-    Nodes are visited in ascending order. A child of the node reached so far is tested: if accepted,
-    it becomes the node reached; if rejected, it changes the target for its later siblings.
+    Nodes are visited in ascending order. Children of the deepest accepted node are tested: an
+    accepted child becomes that node; a rejected child changes the target for its later siblings.
     ``scale`` makes the total of the target ``now`` 1.
     """
     row = tl.program_id(0).to(tl.int64)

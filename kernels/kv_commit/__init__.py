@@ -19,7 +19,7 @@ def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: 
     [A, R, S, H, D].
 
     ``path`` [B, M] int64 ascends in its first ``kept`` [B] nodes; ``lengths`` [B] int64 is not
-    changed. ``data`` may have any strides but the last, so that caches of [R, H, S, D] come
+    changed. ``data`` may have any strides except the last, so caches of [R, H, S, D] can be passed
     transposed. Raises ``ValueError`` on sizes that do not fit together.
     """
     _check(data, path, kept, lengths)
@@ -37,7 +37,7 @@ def _(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> 
 
 
 def commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """:func:`kv_commit`, without the operator's overhead where PyTorch's operators do the work."""
+    """:func:`kv_commit`, without the operator's overhead if PyTorch's operators do the work."""
     if backend(data.device) == "triton":
         kv_commit(data, path, kept, lengths, first)
     else:
@@ -58,8 +58,8 @@ def _check(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor) -> None:
 
 
 def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """KV commit by index operators. Every row moves M entries: in place of rejected ones its first
-    again, which stays where it is if nothing is accepted.
+    """KV commit by index operators. Every row moves M entries: instead of rejected entries it moves
+    its first entry again, which stays in its slot if nothing is accepted.
     """
     order = torch.arange(path.shape[1], device=path.device)
     order = torch.where(order < kept[:, None], order, 0)  # [B, M]

@@ -1,8 +1,8 @@
 """The k-th largest of a row in Triton, by bisection of its bits.
 
-A program holds a row in registers. Floats are mapped to integers in their order; of the answer one
-bit after the other is settled, the highest first, by counting the entries that are at least as
-large: 32 counts, whatever k is. Shape letters: V vocabulary.
+A program holds a row in registers. Floats are mapped to integers of the same order. The answer's
+bits are determined one by one, the highest first, by counting the entries that are at least as
+large: 32 counts for any k. Shape letters: V vocabulary.
 """
 
 # Triton's functions take pointers and have no types to speak of

@@ -1,8 +1,8 @@
 """Tree attention by PyTorch's scaled dot product under a dense mask: for CPUs, and where Triton
 does not run.
 
-The mask is as large as the scores, and every slot is read. Slots must hold finite numbers, attended
-or not: a weight of zero does not hide a NaN here.
+The mask is as large as the scores, and every slot is read. All slots must hold finite numbers, even
+masked ones: a weight of zero does not hide a NaN here.
 
 Shape letters: R rows, B rows of lengths, H query heads, K key/value heads, T tree nodes, S slots, D
 head width, W = ceil(T / 64) words.
@@ -33,8 +33,8 @@ def tree_attention(
 def ragged_attention(
     q: Tensor, keys: Tensor, values: Tensor, mask: RaggedMask, scale: float
 ) -> Tensor:
-    """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D]; rows
-    of nodes that the ``mask`` leaves out are arbitrary.
+    """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D];
+    outputs of nodes that the ``mask`` leaves out are arbitrary.
     """
     grouped = q.shape[1] != keys.shape[1]
     out = torch.empty_like(q)
@@ -48,5 +48,5 @@ def ragged_attention(
 
 
 def _seen(x: Tensor, slots: int, first: int) -> Tensor:
-    """The first ``slots`` of ``x`` [n, K, S, D], and those from ``first`` on."""
+    """The first ``slots`` slots of ``x`` [n, K, S, D], and the slots from ``first`` on."""
     return x if slots == first else torch.cat([x[:, :, :slots], x[:, :, first:]], 2)

@@ -1,4 +1,4 @@
-"""Which slots a tree's nodes attend: in words of ancestors, and as a dense mask.
+"""The slots that a tree's nodes attend to: as words of ancestor bits, and as a dense mask.
 
 Shape letters: R rows, B rows of lengths, T tree nodes, S slots, W = ceil(T / 64) words.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TreeMask:
-    """The slots each node of a tree attends to: its row's committed ones, and its ancestors'.
+    """The slots that each node of a tree attends to: its row's committed slots and its ancestors'.
 
     ``words`` [1 or B, T, W] int64 is :attr:`specmm.core.tree.TreeShape.ancestor_words`; ``lengths``
     [B] int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden``
@@ -29,8 +29,8 @@ class TreeMask:
 
 
 class RowGroup(NamedTuple):
-    """Rows from ``start`` to ``stop``, which attend their first ``slots`` slots, the tree's, and
-    those by an additive ``bias`` [rows, 1, up to T, ``slots`` + T].
+    """Rows from ``start`` to ``stop``, which attend to their first ``slots`` slots and the tree's
+    under an additive ``bias`` [rows, 1, up to T, ``slots`` + T].
     """
 
     start: int
@@ -41,8 +41,8 @@ class RowGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedMask:
-    """The mask of rows of very different lengths, which are attended in ``groups``: a row does not
-    wait for keys of the longest one. The tree lies from slot ``first`` on.
+    """The mask of rows of very different lengths, which run in ``groups``: a row does not read as
+    many keys as the longest row. The tree lies from slot ``first`` on.
     """
 
     groups: Sequence[RowGroup]
@@ -58,7 +58,7 @@ class RaggedMask:
 
 
 class Nodes:
-    """``rows`` of at most ``most`` nodes: all of them, or of each row the first ``sizes`` [R]."""
+    """``rows`` rows of ``most`` nodes: all nodes or, of each row, the first ``sizes`` [R]."""
 
     def __init__(self, rows: int, most: int, sizes: Tensor | None = None) -> None:
         self.rows = rows
@@ -86,16 +86,16 @@ class Nodes:
 
 
 class Part(NamedTuple):
-    """The ``nodes`` of some rows, and what they attend in a cache of their own."""
+    """The ``nodes`` of some rows, and their mask over a separate cache."""
 
     nodes: Nodes
     mask: Tensor | TreeMask | RaggedMask
 
 
 class PackedMask:
-    """Masks of several ``parts`` whose tokens go through the layers side by side, as one sequence
-    [1, M]: part after part, in each row after row. ``held`` are each part's keys and values [R, K,
-    S, D] in the layer that runs.
+    """Masks of several ``parts`` whose tokens run through the layers as one sequence [1, M]: part
+    by part and, within a part, row by row. ``held``: each part's keys and values [R, K, S, D] in
+    the current layer.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -123,7 +123,7 @@ APART = 2**18  # bytes of keys and values that are read while one more group beg
 
 def ragged(bias: Tensor, lengths: Sequence[int], first: int, width: int) -> Tensor | RaggedMask:
     """The additive mask ``bias`` [R, 1, T, S] of a tree from slot ``first`` on, in groups of rows
-    where that is quicker. Row r has committed ``lengths[r % B]`` slots, of ``width`` bytes a layer.
+    if that is faster. Row r has committed ``lengths[r % B]`` slots, of ``width`` bytes a layer.
     """
     blocks: list[tuple[int, int, int]] = []
     for row in range(len(bias)):
@@ -152,7 +152,7 @@ def unpacked(words: Tensor, nodes: int) -> Tensor:
 
 
 def dense_mask(mask: TreeMask, rows: int, slots: int) -> Tensor:
-    """Whether each of T nodes attends each of S = ``slots`` slots, [R, 1, T, S] bool."""
+    """Whether each of T nodes attends to each of S = ``slots`` slots, [R, 1, T, S] bool."""
     words, lengths, first = mask.words, mask.lengths, mask.first
     nodes = words.shape[1]
     place = torch.arange(slots, device=words.device)

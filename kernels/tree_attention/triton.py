@@ -56,7 +56,7 @@ def _weigh(s, top, total):
 
 @triton.jit
 def _blend(acc, p, v, UPCAST: tl.constexpr):
-    """``acc`` [M, D] plus the values [N, D] by their weights [M, N]."""
+    """``acc`` [M, D] plus the values ``v`` [N, D] weighted by ``p`` [M, N]."""
     if UPCAST:
         return tl.dot(p, v.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
@@ -209,8 +209,8 @@ def tree_attention(
 
 
 def _tile(queries: int, width: int, size: int, shared: int) -> dict[str, int]:
-    """The tiles of a program for ``queries`` of ``width`` numbers of ``size`` bytes, and how many
-    of keys it loads ahead.
+    """A program's tile sizes for ``queries`` of ``width`` numbers of ``size`` bytes, and the number
+    of key tiles that it loads ahead.
     """
     block_d = max(16, triton.next_power_of_2(width))
     block_m = _queries(queries, block_d * size, shared)
@@ -225,7 +225,7 @@ def _tile(queries: int, width: int, size: int, shared: int) -> dict[str, int]:
 
 
 def _queries(wanted: int, size: int, shared: int) -> int:
-    """Queries of ``size`` bytes in a tile: ``wanted`` in all, held in half of the shared memory."""
+    """Queries of ``size`` bytes in a tile: at most ``wanted``, in half of the shared memory."""
     fits = triton.next_power_of_2(shared // 2 // size + 1) // 2
     return min(64, max(16, fits), max(16, triton.next_power_of_2(wanted)))
 
@@ -241,7 +241,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def _splits(programs: int, slots: int, device: torch.device) -> int:
-    """C: enough to fill the GPU, from static sizes only, so that nothing waits for the lengths."""
+    """C: enough to fill the GPU, from static sizes only, so that the host need not read lengths."""
     if device.type != "cuda":
         return 1
     wanted = triton.cdiv(

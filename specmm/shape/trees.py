@@ -2,8 +2,9 @@
 
 Trees of fixed shape do not depend on the tokens drawn, which the ratio rules need to be exact:
 published lists (LANTERN++, EAGLE-1; Medusa's ``tree_choices``), branching factors (SpecInfer, RSD),
-spines, chains, delayed trees. A new shape is a function to a :class:`specmm.core.tree.TreeShape`
-and an entry in :data:`OURS`; others register theirs (:func:`specmm.register`).
+spines, chains, delayed trees. To add a shape, write a function that returns a
+:class:`specmm.core.tree.TreeShape` and an entry in :data:`OURS`; third parties register theirs
+(:func:`specmm.register`).
 
 Siblings are k tokens per parent drawn from the draft distribution q, together with the distribution
 each was drawn from, as the ratio rules need it (recursive rejection, traversal). Without
@@ -74,7 +75,7 @@ def branching(widths: Sequence[int], device: Device = "cpu") -> TreeShape:
 def spine(widths: Sequence[int], device: Device = "cpu") -> TreeShape:
     """A chain of rank-0 nodes whose node of depth d has ``widths[d]`` children.
 
-    The other nodes have none, so that the drafter needs one row a level.
+    Other nodes have no children, so the drafter needs one row a level.
     """
     _check_widths(widths)
     parents = [-1]
@@ -97,7 +98,7 @@ def delayed(trunk: int, branches: int, length: int, device: Device = "cpu") -> T
     """A chain of ``trunk`` drafts whose end has ``branches`` chains of ``length`` drafts each.
 
     Near the root draft and target agree and one draft is enough; more drafts pay where they diverge
-    (Thomas et al., arXiv 2602.16994). The branches are to be drawn independently. ``trunk`` 0 gives
+    (Thomas et al., arXiv 2602.16994). Draw the branches independently. ``trunk`` 0 gives
     independent rollouts from the root, ``branches`` 1 a plain chain.
     """
     least = {"trunk": (trunk, 0), "branches": (branches, 1), "length": (length, 1)}
@@ -109,7 +110,7 @@ def delayed(trunk: int, branches: int, length: int, device: Device = "cpu") -> T
 
 @dataclass(frozen=True)
 class TreeKind:
-    """A family of shapes: the function that makes one, an example, and a description."""
+    """A family of shapes: the function that makes a shape, an example, and a description."""
 
     make: Callable[..., TreeShape | Dynamic]
     spelling: str
@@ -117,7 +118,7 @@ class TreeKind:
 
     @classmethod
     def of_others(cls, name: str, make: Any) -> TreeKind:
-        """The tree kind of ``make``, a third-party function of numbers and, by name, ``device``.
+        """The tree kind of ``make``, a third-party function of numbers and a keyword ``device``.
 
         Raises ``ValueError`` for anything that is not such a function.
         """
@@ -168,7 +169,7 @@ TREES = Open("tree", OURS, TreeKind.of_others)
 def make_tree(
     tree: Tree, device: Device = "cpu", acceptance: Sequence[Sequence[float]] = ()
 ) -> TreeShape | Dynamic:
-    """The shape that ``tree`` names; parents (from -1 on) or a spine's children serve, too.
+    """The shape of ``tree``: a name, a list of parents (starting with -1), or a spine's children.
 
     ``sequoia(n)`` is the best tree of n nodes for the drafter's ``acceptance`` by level and rank.
     Raises ``ValueError`` for a name or numbers that make no tree.
@@ -244,8 +245,8 @@ def sample_siblings(probs: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Te
 
     An exponential race (Efraimidis and Spirakis, 2006; Gumbel top-k is its logarithm): token x
     finishes at E_x / q(x), and the first k to finish are k draws without replacement, in order.
-    ``uniforms`` [B, P, V] in [0, 1) give the E_x; pass float64 ones where float32's steps of 2**-24
-    are too coarse for the distribution. The distributions are [B, P, k, V].
+    ``uniforms`` [B, P, V] in [0, 1) give the E_x; pass float64 if float32's steps of 2**-24 are too
+    coarse for the distribution. The distributions are [B, P, k, V].
     """
     if uniforms.shape != probs.shape:
         raise ValueError(
@@ -264,11 +265,12 @@ def sample_siblings(probs: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Te
 
 
 def likeliest_and_one(dist: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B, P, k]: one drawn outside the k - 1 likeliest of ``dist`` [B, P, V], then these.
+    """Tokens [B, P, k]: one drawn without the k - 1 likeliest of ``dist`` [B, P, V], then these.
 
     The distributions [B, P, k, V] have at rank 0 ``dist`` without the likeliest tokens,
-    renormalised (uniform over the others if they have no mass). Other ranks must not be read: their
-    tokens are chosen (greedy multi-draft, Hu et al. 2025). ``uniforms`` [B, P] in [0, 1).
+    renormalised (uniform over the others if they have no mass). Do not read other ranks: their
+    tokens are chosen, not drawn (greedy multi-draft, Hu et al. 2025). ``uniforms`` [B, P] in [0,
+    1).
     """
     _check_count(dist, k)
     likeliest = largest(dist, k - 1)[1]

@@ -95,11 +95,11 @@ def _raised(reach: Tensor, total: Tensor) -> Tensor:
 class Traversal:
     """Traversal verification (Weng et al. 2025) of any tree drawn without replacement.
 
-    On a chain it is block verification. A node v with parent u starts with
-    r_v = min(1, r_u p_u(v) / q(v)). Rejecting v, with S = sum((r_u p_u - q)+), sets
-    p_u <- norm((r_u p_u - q)+) and r_u <- S / (S + 1 - r_u); the next sibling's q is the one the
-    tree records, without v. Nodes are tested in post-order, each with the r that is left after its
-    children were rejected; an r that was updated is never computed again from the parent.
+    On a chain it is block verification. A node v with parent u starts with r_v = min(1, r_u p_u(v)
+    / q(v)). Rejecting v, with S = sum((r_u p_u - q)+), sets p_u <- norm((r_u p_u - q)+) and r_u <-
+    S / (S + 1 - r_u); the next sibling's q is the one the tree records, without v. Nodes are tested
+    in post-order, each with the r left after its children were rejected; an updated r is never
+    recomputed from the parent.
     """
 
     bottom_up: ClassVar[bool] = True
@@ -129,7 +129,7 @@ class Traversal:
 def _reject(
     walk: Families, target: Tensor, left: Tensor, trial: Trial
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A child's first r [B, F]; its parents' target [B, P, V] and r [B, P] without it."""
+    """A child's initial r [B, F]; its parents' target [B, P, V] and r [B, P] after rejecting it."""
     count = trial.token.shape[1]
     now = target[:, :count]
     r = left[:, :count]

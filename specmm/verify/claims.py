@@ -1,9 +1,9 @@
-"""The certificate of a run by its rule: for ours, the claim that the tests prove; for third-party
+"""The certificate of a run by its rule: for our rules, the claim that tests prove; for third-party
 rules, the claim that enumeration confirms.
 
 A third-party rule that calls itself exact is tested before a certificate says so: on every draw of
-the trees that it was given, with targets that also have zeros (:mod:`.exhaustive`). Larger trees
-are enumerated in parts, one for each depth around the largest family of siblings there.
+its trees in the run, with targets that also have zeros (:mod:`.exhaustive`). Larger trees are
+enumerated in parts, one for each depth around the largest family of siblings there.
 
 Shape letters: V vocabulary, D deepest level.
 """
@@ -51,7 +51,7 @@ Parents: TypeAlias = tuple[int, ...]
 
 
 def proved(rule: object) -> bool:
-    """Whether ``rule`` is one of ours that the tests prove exact, with its own ``decisions``."""
+    """Whether ``rule`` is ours, with unchanged ``decisions``, and the tests prove it exact."""
     return type(rule) in PROVED and "decisions" not in vars(rule)
 
 
@@ -76,7 +76,7 @@ class Counts(Protocol):
 
     @property
     def measured(self) -> Tensor:
-        """The number of tokens in that sum."""
+        """The number of tokens over which :attr:`excess` was summed."""
 
     @property
     def trees(self) -> GivenTrees:
@@ -84,7 +84,7 @@ class Counts(Protocol):
 
 
 def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate:
-    """The certificate of a run by ``rule``, None: plain decoding.
+    """The certificate of a run by ``rule`` (None: plain decoding).
 
     A third-party ``drafter`` is named if it recorded distributions, since every rule relies on
     them.
@@ -102,7 +102,7 @@ def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate
 
 def claim(rule: Rule, excess: float | None, trees: GivenTrees) -> Certificate:
     """The certificate of a run by ``rule``, which was given ``trees``; ``excess`` is a relaxed
-    rule's, the mean per token.
+    rule's mean excess per token.
     """
     if proved(rule):
         return rule_certificate(rule.name, True, None)
@@ -140,7 +140,7 @@ def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
 
 
 class _Part(NamedTuple):
-    """A part of a tree: its root is ``lead`` levels down; ``recorded``: drawn, not chosen."""
+    """A part of a tree, whose root has depth ``lead``; ``recorded``: drafts drawn, not chosen."""
 
     parents: Parents
     lead: int
@@ -224,12 +224,12 @@ def _cut(parents: Parents, nodes: Sequence[int]) -> Parents:
 
 
 def _vocabulary(parents: Parents) -> int:
-    """V at which no sibling is the last token left."""
+    """The least V at which no sibling is the last remaining token."""
     return max(VOCABULARY, 1 + max(parents.count(node) for node in range(len(parents))))
 
 
 def _cost(parents: Parents, scheme: Scheme) -> int:
-    """The number of draws of a tree, or of texts if that is larger."""
+    """The number of possible draws of a tree, or of texts if that is larger."""
     size = _vocabulary(parents)
     families = [parents.count(node) for node in range(len(parents))]
     draws_of = {

@@ -30,7 +30,7 @@ from specmm.verify.rule import Decisions
 
 
 def normalised(rest: Tensor, fallback: Tensor) -> Tensor:
-    """``rest`` [..., V] scaled to total 1, and ``fallback`` where nothing is left of it."""
+    """``rest`` [..., V] scaled to total 1; ``fallback`` where its total is 0."""
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, fallback)
 
@@ -164,10 +164,10 @@ def finished(
 
 
 def top_down(tree: DraftTree, p: Tensor, step: Step, chance: Chance | None = None) -> Decisions:
-    """The decisions of the rule made of ``step`` for the target's distributions ``p`` [B, N, V].
+    """The decisions of the rule defined by ``step`` for the target's distributions ``p`` [B, N, V].
 
-    With ``chance``, which is ``step`` without its residual, the residuals of a chain are not
-    computed but for the one that is sampled.
+    With ``chance``, which is ``step`` without its residual, only the residual that is sampled is
+    computed on a chain.
     """
     if chance is not None and tree.shape.is_chain and tree.shape.width:
         return _along_a_chain(tree, p, step, chance)
@@ -199,7 +199,7 @@ def _along_a_chain(tree: DraftTree, p: Tensor, step: Step, chance: Chance) -> De
 
 
 def _try(walk: Families, target: Tensor, trial: Trial, step: Step) -> tuple[Tensor, Tensor]:
-    """One rank of ``step``; families of ``target`` [B, P, V] without such a child keep theirs."""
+    """``step`` on one rank; ``target`` [B, P, V] of families without a child of this rank stays."""
     count = trial.token.shape[1]
     now = target[:, :count]
     chance, rest = step(now, trial)
@@ -286,10 +286,11 @@ class Recursive:
     """Siblings in turn: accept with min(1, p / q_k), else p <- norm((p - q_k)+).
 
     q_k is the distribution that sibling k was drawn from, given its earlier siblings, as the tree
-    records it. This makes one rule of many papers': one draft (Leviathan et al. 2023), independent
-    siblings (SpecInfer), siblings without replacement (RSD, Sequoia) and, without distributions,
-    point masses (EAGLE-2, MSD: accept with p(x), else take x out). Exact if the shape does not
-    depend on the tokens drawn; for point masses tokens and shape may be chosen in any way.
+    records it. This unifies the rules of several papers: one draft (Leviathan et al. 2023),
+    independent siblings (SpecInfer), siblings without replacement (RSD, Sequoia) and, without
+    distributions, point masses (EAGLE-2, MSD: accept with p(x), else take x out). Exact if the
+    shape does not depend on the tokens drawn; for point masses tokens and shape may be chosen in
+    any way.
     """
 
     exact: ClassVar[bool] = True
@@ -303,9 +304,9 @@ class Recursive:
 
 @dataclass(frozen=True)
 class PointMass:
-    """Drafts are point masses, whatever the tree records: accept with p(x), else take x out of p.
+    """Treats all drafts as point masses: accept x with p(x), else remove x from p.
 
-    Exact whatever the drafts are. Where they were drawn, ``Recursive`` keeps more of them.
+    Exact for any drafts. If they were drawn from recorded distributions, ``Recursive`` keeps more.
     """
 
     exact: ClassVar[bool] = True
@@ -340,12 +341,12 @@ def point_masses(tree: DraftTree, p: Tensor) -> Decisions:
 
 @dataclass(frozen=True)
 class GreedyMultiDraft:
-    """The k - 1 likeliest tokens of q and one sample X of the rest (Hu et al. 2025).
+    """The k - 1 likeliest tokens of q and one sample X of the other tokens (Hu et al. 2025).
 
     The sibling of rank 0 must be X, and its recorded distribution q', which is q without the
-    likeliest, renormalised. The others are chosen, and what the tree records of them is not read.
-    X is tested first with min(1, p / q'), then the chosen ones as point masses. That accepts
-    p(chosen) + sum over the rest of min(p, q'), the optimum for such drafts.
+    likeliest, renormalised. The other siblings are chosen, and their recorded distributions are not
+    read. X is tested first with min(1, p / q'), then the chosen siblings as point masses. That
+    accepts p(chosen) + sum over the rest of min(p, q'), the optimum for such drafts.
     """
 
     exact: ClassVar[bool] = True

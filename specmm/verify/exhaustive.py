@@ -1,7 +1,7 @@
-"""The exact output distribution of a rule: every draw of a small tree, with its probability, goes
-through the rule.
+"""Computes the exact output distribution of a rule by running it on every draw of a small tree,
+weighted by the draw's probability.
 
-This is how a rule is shown to be exact (tests/unit/verify), and how a new one should be. Target and
+Tests prove rules exact in this way (tests/unit/verify); test a new rule in the same way. Target and
 drafter are *tables*: entry d, [V**d, V], holds the distribution of the next token after each prefix
 of d tokens (prefixes read as numbers in base V), so that distributions depend on the whole path.
 Meant for V <= 5, a handful of nodes, float64.
@@ -29,7 +29,7 @@ Scheme: TypeAlias = Literal["independent", "without replacement", "top", "top an
 
 @dataclass
 class Draws:
-    """Every draw of a tree, one a row: the probability of each [R], and its prefixes [R, N]."""
+    """Every draw of a tree, one a row: its probability [R] and its nodes' prefixes [R, N]."""
 
     tree: DraftTree
     chance: Tensor
@@ -94,8 +94,8 @@ def emitted_probs(
 ) -> Tensor:
     """The distribution [V**(D + 1)] of the first D + 1 tokens by ``rule``.
 
-    Tokens after the round's own are drawn from ``after`` (by default the target). With ``lead`` the
-    tree follows that many drafts to which target and drafter give probability 1.
+    Tokens after the round's own are drawn from ``after`` (by default the target). With ``lead``,
+    the tree comes after ``lead`` drafts to which target and drafter give probability 1.
     """
     tree = drawn.tree
     prefix = drawn.prefix

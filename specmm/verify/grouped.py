@@ -7,9 +7,9 @@ threshold on the distance of their embeddings; here ``k`` asks that they are amo
 codes of x, which needs no scale (0: any). A draft is kept with chance ``min(1, p(G) / q(G))``. Once
 it is rejected the next token comes from the strict rule's ``norm((p - q)+)``, as in the paper.
 
-One draft of distribution q thus emits ``a + (1 - sum a) norm((p - q)+)`` with the kept mass
-``a(x) = q(x) min(1, p(G) / q(G))``. Groups overlap, so that this is no exact rule about groups
-either: what it costs is measured.
+One draft of distribution q thus emits ``a + (1 - sum a) norm((p - q)+)`` with the kept mass ``a(x)
+= q(x) min(1, p(G) / q(G))``. Groups overlap, so this is not an exact rule even about groups: its
+deviation is measured.
 
 Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, J table columns, M
 tokens of a group.
@@ -35,7 +35,7 @@ class Grouped:
     """A draft is kept with min(1, p(G) / q(G)), G the tokens about as likely as it.
 
     ``table`` [W, J] from ``neighbour_table`` (J >= k), None for k = 0. ``offset``: id of the first
-    image token. Greedy decoding has no other token as likely as the draft: use ``GreedyMatch``.
+    image token. For greedy decoding, where no token is as likely as the draft, use ``GreedyMatch``.
     """
 
     exact: ClassVar[bool] = False
@@ -80,7 +80,7 @@ class Grouped:
         return (mass / drawn.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1)
 
     def _group(self, target: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, F, M] that may be in the groups of ``token`` [B, F], and which are: bool."""
+        """Candidates [B, F, M] for the groups of ``token`` [B, F], and which are in them: bool."""
         order = target.argsort(dim=-1, descending=True, stable=True)
         rank = (order == token[..., None]).int().argmax(-1, keepdim=True)
         places = rank + torch.arange(-self.span, self.span + 1, device=rank.device)

@@ -5,17 +5,17 @@ largest S_j, j <= k, within the bound: ``delta`` for LANTERN (Jang et al. 2025),
 target(x)`` for LANTERN++ (Park et al. 2025). A draft is kept with chance ``min(1, relaxed / q)``.
 ``residual`` chooses the distribution from which the next token is drawn after a rejection:
 
-``"corrected"`` (default): the strict rule's ``norm((p - q)+)``; a point mass leaves p without x. An
-    excluded token (p = 0) never comes out of it. The output distribution is known: with the kept
-    mass ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all
-    distributions that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``:
-    where q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0.
-``"release"``: what the authors' code does, for comparisons. Point masses: x and, if any neighbour
-    qualified, x's first k + 1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those
-    neighbours taken out of q. Zero mass: uniform over the whole vocabulary. It is no residual of
-    the relaxed distribution, and it can emit a token that the processor excluded.
-``"lumina"``: the authors' code for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p;
-    else as ``"release"``.
+``"corrected"`` (default): the strict rule's ``norm((p - q)+)``; a point mass leaves p without x. A
+token that the processor excluded (p = 0) is never emitted. The output distribution is known: with
+the kept mass ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all
+distributions that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``:
+where q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0.
+``"release"``: as the authors' code, for comparisons. Point masses: x and, if any neighbour
+qualified, x's first k + 1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those
+neighbours taken out of q. Zero mass: uniform over the whole vocabulary. It is no residual of the
+relaxed distribution, and it can emit a token that the processor excluded. ``"lumina"``: the
+authors' code for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p; else as
+``"release"``.
 
 The release accepts at u <= ratio; here, as everywhere, u < ratio.
 Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, C code width, J
@@ -125,7 +125,7 @@ class Neighbourhood:
 
 
 class _Borrowing:
-    """The base of both rules, with their ``neighbourhood``."""
+    """Base class of both rules, with their ``neighbourhood``."""
 
     residual: Residual
     greedy: bool
@@ -187,7 +187,7 @@ class Lantern(_Borrowing):
 class LanternPP(_Borrowing):
     """LANTERN++: a draft borrows at most ``(lambda_ - 1) target(x)`` of its ``k`` nearest codes.
 
-    The other fields are ``Lantern``'s.
+    Other fields as in ``Lantern``.
     """
 
     exact: ClassVar[bool] = False
@@ -209,7 +209,7 @@ class LanternPP(_Borrowing):
 
 
 def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:
-    """min(1, relaxed / q) [B, F] of the drafts, with what they borrow of ``target`` [B, F, V]."""
+    """min(1, relaxed / q) [B, F] of the drafts, with mass borrowed from ``target`` [B, F, V]."""
     token_prob = take(target, trial.token)
     return kept_with(token_prob + near.borrowed(target, trial.token, token_prob)[0], trial)
 
@@ -248,8 +248,8 @@ def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -
 
 
 def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> Decisions:
-    """Keep x iff it is the argmax once its entry is its relaxed mass; of the paths kept, the first
-    of the longest.
+    """Keep x if it is the argmax once its mass is relaxed; of the kept paths, the longest first
+    one.
     """
     best = likeliest(p)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)

@@ -1,9 +1,9 @@
-"""The acceptance rules for one row in plain Python: the references of the vectorised ones.
+"""The acceptance rules for one row in plain Python: references for the vectorised rules.
 
 Every rule takes ``tokens`` [N], ``parents`` [N] (-1 for the root), the target's distributions ``p``
-[N][V], and those the drafts were drawn from, ``probs`` [N][V], or None for point masses. It returns
-the chance of each node, the next token's distribution at each node and, for bottom-up rules, the
-order of the tests.
+[N][V], and the drafts' distributions ``probs`` [N][V], or None for point masses. It returns the
+chance of each node, the next token's distribution at each node and, for bottom-up rules, the order
+of the tests.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def recursive(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None)
 
 
 def greedy_multi_draft(tokens: Ints, parents: Ints, p: Dists, probs: Dists) -> Result:
-    """The sample of rank 0 by its distribution, the others as point masses."""
+    """The sample of rank 0 by its distribution, other siblings as point masses."""
 
     def step(target: Dist, token: int, dist: Dist | None, rank: int) -> tuple[float, Dist]:
         return strict_step(target, token, dist if rank == 0 else None, rank)
@@ -191,7 +191,7 @@ def typical(
 def group(
     p: Dist, token: int, span: int, gap: float, near: Sequence[int] | None = None
 ) -> list[int]:
-    """GSD's group of ``token``: tokens about as likely, itself included, of those ``near`` it."""
+    """GSD's group of ``token``: tokens of similar probability, itself included, if ``near`` it."""
     order = sorted(range(len(p)), key=lambda x: (-p[x], x))
     rank = order.index(token)
     alike = [x for x in order[max(rank - span, 0) : rank + span + 1] if abs(p[x] - p[token]) < gap]

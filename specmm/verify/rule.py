@@ -3,8 +3,8 @@ result.
 
 A rule is deterministic. From the drafts and the target's distributions it computes *decisions*: the
 probability of keeping each node, and the distribution of the next token wherever the path may end.
-:func:`sample_result` then compares them with uniforms. Randomness is in that one place, so that
-tests can enumerate the outcomes of the real rules (tests/unit/verify).
+:func:`sample_result` then compares them with uniforms. All randomness is there, so that tests can
+enumerate the outcomes of the real rules (tests/unit/verify).
 
 Shape letters: B batch, N nodes, M nodes tested bottom-up, V vocabulary, D deepest level.
 """
@@ -38,7 +38,7 @@ class Decisions:
 
     ``after`` holds the distribution of the next token, of any positive total, for a path that ends
     at node n: [B, N, V], or a function from last nodes [B] to distributions [B, V]. The function
-    saves time: a residual is what costs a rule most, and only one of them is sampled.
+    saves time: residuals are a rule's largest cost, and only one of them is sampled.
 
     ``excess`` [B, N], if measured, bounds the total variation between what a relaxed rule emits
     after node n and the target's distribution there. It is the probability that the rule and its
@@ -126,8 +126,8 @@ Path: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def selected(shape: TreeShape, hit: Tensor, order: Tensor | None = None) -> Path:
-    """The path that ``hit`` [B, N], of the root too, selects: from the root down, or by ``order``
-    [M] or [B, M], up to the first node of it that is hit.
+    """The path that ``hit`` [B, N] (root included) selects: from the root down or, with ``order``
+    [M] or [B, M], up to the first node in that order that is hit.
     """
     find = _along_a_chain if shape.is_chain else _through_a_tree
     return find(shape, hit, order)
@@ -152,7 +152,7 @@ def _through_a_tree(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path
 
 
 def _path_from_the_root(shape: TreeShape, hit: Tensor) -> Tensor:
-    """Nodes kept [B, N] by a top-down rule: those that are chosen with all their ancestors."""
+    """Nodes kept [B, N] by a top-down rule: nodes that are chosen with all their ancestors."""
     earlier_hit = (shape.earlier_siblings & hit[:, None]).any(-1)
     missed = ~hit | earlier_hit
     return ~(shape.ancestors & missed[:, None]).any(-1)
@@ -212,8 +212,8 @@ class RuleKind:
     the drafts that it needs.
 
     ``siblings`` says how siblings are drawn; None: drafts are the likeliest tokens, without
-    probabilities. ``relaxed`` rules relax greedy decoding, too; rules of ``codes`` compare the
-    codes of a picture's tokenizer. Third-party classes may declare these three themselves.
+    probabilities. ``relaxed`` rules relax greedy decoding, too; rules of ``codes`` compare codes of
+    an image tokenizer. Third-party classes may declare these three themselves.
     """
 
     place: Any
@@ -225,7 +225,7 @@ class RuleKind:
 
     @property
     def rule(self) -> Any:
-        """The rule's class, or an object."""
+        """The rule's class, or a rule object."""
         return named(f"specmm.verify.{self.place}") if isinstance(self.place, str) else self.place
 
     @classmethod
@@ -254,7 +254,7 @@ class RuleKind:
 
 
 def _released(place: str, name: str) -> RuleKind:
-    """The rule with the residual of its authors' code."""
+    """The entry of the rule with the residual of its authors' code."""
     preset = {"residual": "release", "name": f"{name}-release"}
     what = f"{name} as in the authors' released code, for comparisons"
     return RuleKind(place, "distinct", what, relaxed=True, codes=True, preset=preset)
@@ -308,7 +308,7 @@ RULES = Open("rule", OURS, RuleKind.of_others)
 
 
 def rule_kind(spec: RuleName) -> RuleKind:
-    """The entry of the rule that ``spec`` names or is; raises ``ValueError`` with a suggestion."""
+    """The entry of the rule ``spec``, an object or a name; ``ValueError`` with a suggestion."""
     if not isinstance(spec, str):
         return RuleKind.of_others(name_of(spec), spec)
     name, _, _ = parse_spec(spec)
@@ -321,7 +321,7 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
     """The rule of ``spec``, such as ``typical(epsilon=0.2)``, with arguments ``given`` that text
     cannot express.
 
-    Raises ``ValueError`` for a name or an option that is not known, and for one of a wrong kind.
+    Raises ``ValueError`` for an unknown name or option, and for an option of a wrong kind.
     """
     kind = rule_kind(spec)
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
