@@ -3,8 +3,8 @@
 >>> pipe = specmm.TextPipeline.from_pretrained("pocket/coder", method="block")
 >>> pipe("x = ", grammar=specmm.structured.json_schema({"type": "array"}), max_new_tokens=32)
 
-xgrammar (arXiv 2411.15100) tells which tokens are allowed next. Its matchers can roll back, so a
-draft tree is checked path by path, and never below a token that is not allowed.
+xgrammar (arXiv 2411.15100) computes which tokens are allowed next. Its matchers can roll back, so a
+draft tree is checked path by path, and never below a forbidden token.
 
 Shape letters: B batch, N nodes, V vocabulary.
 """
@@ -94,10 +94,10 @@ class Grammar:
 def json_schema(
     schema: str | Path | Mapping[str, Any] | type, any_whitespace: bool = True
 ) -> Grammar:
-    """JSON by a ``schema``: a dict, its text, a file, or a class of pydantic. Without
-    ``any_whitespace`` it is on one line, which leaves more tokens certain, and answers faster.
+    """JSON that follows a ``schema``: a dict, its text, a file, or a pydantic class. Without
+    ``any_whitespace`` it is on one line, which forces more tokens, so answers are faster.
 
-    Raises ``ValueError`` for one that is no JSON object.
+    Raises ``ValueError`` if the schema is not a JSON object.
     """
     model = getattr(schema, "model_json_schema", None)
     parsed: Any = schema if model is None else model()
@@ -129,7 +129,7 @@ def of_call(given: Any) -> Grammar:
 
 
 def regex(pattern: str) -> Grammar:
-    """Texts that match ``pattern`` as a whole."""
+    """Texts that match all of ``pattern``."""
     return Grammar("regex", pattern)
 
 
@@ -167,7 +167,7 @@ class Mask:
 
 
 class Matchers:
-    """The tokens allowed after an answer, by row; matchers roll back to where answers part."""
+    """The tokens allowed after an answer, by row; matchers roll back to the common prefix."""
 
     def __init__(self, compiled: Sequence[Any]) -> None:
         self.compiled = list(compiled)  # one for all rows, or one a row
@@ -176,7 +176,7 @@ class Matchers:
         self._masks: dict[tuple[int, ...], Mask | None] = {}  # the latest, by row and answer
 
     def mask(self, row: int, answer: Sequence[int]) -> Mask | None:
-        """The tokens allowed after ``answer``; None if it has ended or breaks the grammar.
+        """The tokens allowed after ``answer``; None if it is complete or breaks the grammar.
 
         Raises ``ValueError`` if no token of the tokenizer can continue it.
         """
@@ -188,7 +188,7 @@ class Matchers:
         return self._masks[key]
 
     def forced(self, row: int, answer: Sequence[int]) -> bytes:
-        """The text that must follow ``answer``; empty if several may."""
+        """The text that must follow ``answer``; empty if several texts may."""
         matcher = self._matcher(row, answer)
         return b"" if matcher is None else str(matcher.find_jump_forward_string()).encode()
 
@@ -208,7 +208,7 @@ class Matchers:
         return Mask(words[0])
 
     def _matcher(self, row: int, answer: Sequence[int]) -> Any:
-        """xgrammar's matcher of ``row`` after ``answer``; None if none may follow."""
+        """xgrammar's matcher of ``row`` after ``answer``; None if no token may follow."""
         from xgrammar import GrammarMatcher
 
         if row not in self._rows:

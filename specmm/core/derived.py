@@ -1,12 +1,12 @@
 """Values computed once from a network and reused until the network changes.
 
-Weights change in many ways, of which PyTorch counts some: ``load_state_dict``, ``copy_`` and
-optimizers move a tensor's version; writes to ``weight.data``, as PEFT merges a LoRA, and to tensors
-made in inference mode do not. So beside place and version the numbers themselves are summed, once a
-call, which reads memory at half the speed of a copy: :class:`Derived`.
+PyTorch counts only some changes of weights: ``load_state_dict``, ``copy_`` and optimizers increment
+a tensor's version; writes to ``weight.data`` (PEFT merging a LoRA) and to tensors made in inference
+mode do not. So :class:`Derived` compares address, version and also sums of the numbers, computed
+once a call at half the speed of a memory copy.
 
 A model's behaviour may also change without its weights: by a hook, another ``forward``, another
-module, a number. Facts found by running a model hold for one such form of it: :func:`fact`.
+module, a number. Facts found by running a model are valid for one such form of it: :func:`fact`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _call = _Call()
 
 @contextmanager
 def one_call(token: object = None) -> Iterator[None]:
-    """Within the block networks are assumed not to change: each is checked once. A nested block
-    belongs to the outer one; blocks with the same ``token`` are parts of one call.
+    """Within the block networks are assumed not to change, so each is checked only once. A nested
+    block belongs to the outer block; blocks with the same ``token`` are parts of one call.
     """
     if _call.token is not None:
         yield
@@ -61,9 +61,9 @@ def in_a_call() -> bool:
 
 
 class Derived(Generic[T]):
-    """A value computed from tensors, and computed again when they hold other numbers.
+    """A value computed from tensors, and recomputed when their numbers change.
 
-    A value that is a tensor is updated in place, because programs and graphs read that memory.
+    A tensor value is updated in place, because programs and CUDA graphs read that memory.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def _summed(rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _rows(tensor: Tensor) -> tuple[Tensor, bool]:
-    """The memory of ``tensor`` as rows of whole numbers, and whether it had to be copied for it."""
+    """The memory of ``tensor`` as rows of integers, and whether it had to be copied."""
     found = tensor.detach()
     if found.ndim == 2 and not found.is_contiguous() and found.t().is_contiguous():
         found = found.t()  # stored by column
@@ -176,7 +176,7 @@ def fact(network: nn.Module, name: object, find: Callable[[], T]) -> T:
 
 
 def facts(network: nn.Module) -> dict[Any, Any]:
-    """Everything cached about the ``network`` in its present form, by name."""
+    """All cached facts about the ``network`` in its present form, by name."""
     call, form, known = _forms.get(network, (None, [], {}))
     if call is None or call is not _call.token:
         now = form_of(network)
@@ -254,13 +254,13 @@ def _configs(network: nn.Module) -> list[Any]:
 
 
 def of_ours(hook: Any) -> bool:
-    """Whether a ``hook`` belongs to this package, whose hooks are set for a call only."""
+    """Whether a ``hook`` belongs to this package, which sets hooks only during calls."""
     hook = hook.func if isinstance(hook, partial) else hook
     return str(getattr(hook, "__module__", "")).startswith("specmm.")
 
 
 def plain(value: Any) -> bool:
-    """Whether ``value`` is a number or text, or a container of such values only."""
+    """Whether ``value`` is a number, a text, or a container of only such values."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple | set):
@@ -269,7 +269,7 @@ def plain(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """A value that differs between different plain values or functions; None for anything else."""
+    """A key that differs between different plain values or functions; None for other values."""
     if plain(value):
         return repr(value)
     kind = type(value)

@@ -2,8 +2,8 @@
 
 A distribution has the shape of its logits, is float32 (float64 for float64 logits) and sums to 1.
 Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. A repetition penalty needs the
-:class:`History`: a node of a draft tree has seen its row's committed tokens, its ancestors and
-itself.
+:class:`History`: to a node of a draft tree, its row's committed tokens, its ancestors and itself
+count as seen.
 
 Shape letters: B batch, N nodes, V vocabulary, S room for tokens, M most tokens appended.
 """
@@ -36,13 +36,13 @@ class History:
         self.prompts = lengths.clone()  # [B], tokens before the answers
 
     def take(self, row: int, other: History, source: int = 0) -> None:
-        """Replace ``row``'s tokens by those of the row ``source`` of ``other``, which must fit."""
+        """Replace ``row``'s tokens by those of row ``source`` of ``other``, which must fit."""
         self.tokens[row, : other.tokens.shape[1]] = other.tokens[source]
         self.lengths[row] = other.lengths[source]
         self.prompts[row] = other.prompts[source]
 
     def rows(self, some: Tensor) -> History:
-        """The history of ``some`` rows [n] alone."""
+        """The history of only the rows ``some`` [n]."""
         history = copy.copy(self)
         for name in self.state:
             setattr(history, name, getattr(self, name)[some])
@@ -67,7 +67,7 @@ class History:
         self.lengths += kept
 
     def seen(self, tree: DraftTree | None, vocabulary: int) -> Tensor:
-        """Whether each node of ``tree`` has seen each token [B, N, V]; without a tree [B, 1, V]."""
+        """Whether each node of ``tree`` has seen each token [B, N, V]; without tree [B, 1, V]."""
         row = self.tokens.new_zeros(len(self.tokens), vocabulary, dtype=torch.bool)
         column = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         valid = (column < self.lengths[:, None]) & (self.tokens < vocabulary)
@@ -93,12 +93,12 @@ class Processor:
     """Turns logits [..., V] into the distribution that is sampled.
 
     In this order: repetition penalty, temperature, top-k, top-p, softmax. ``temperature`` 0 puts
-    all mass on the largest logit (the first of equals). ``top_k`` 0 is off; values equal to the
-    k-th largest are all kept. ``top_p`` 1 is off; a token is kept while the mass above it is at
-    most ``top_p``, and so are all equal to a kept one. ``top_p_first`` takes the nucleus of the
-    whole distribution and then the top k, as the processors of LANTERN and transformers do.
-    ``repetition_penalty`` r (CTRL, arXiv 1909.05858; 1 is off) divides positive logits of tokens
-    already seen by r and multiplies negative ones. Raises ``ValueError`` on options out of range.
+    all mass on the largest logit (on ties the first). ``top_k`` 0 is off; values equal to the k-th
+    largest are all kept. ``top_p`` 1 is off; a token is kept while the mass above it is at most
+    ``top_p``, together with its ties. ``top_p_first`` takes the nucleus of the whole distribution
+    and then the top k, as the processors of LANTERN and transformers do. ``repetition_penalty`` r
+    (CTRL, arXiv 1909.05858; 1 is off) divides positive logits of tokens already seen by r and
+    multiplies negative ones. Raises ``ValueError`` on options out of range.
     """
 
     temperature: float = 1.0
@@ -126,9 +126,8 @@ class Processor:
 
     @property
     def settings(self) -> dict[str, float | str]:
-        """The options that are on, for certificates; the temperature always is. No filter moves the
-        largest logit, which temperature 0 takes. ``top_p`` keeps ties, of which transformers cuts
-        some, by their order.
+        """The active options, for certificates. Temperature 0 takes the largest logit, which no
+        filter changes. ``top_p`` keeps all ties; transformers cuts some of them.
         """
         settings: dict[str, float | str] = {"temperature": self.temperature}
         if self.top_k > 0 and not self.greedy:
@@ -215,7 +214,7 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def extremes(logits: Tensor) -> Tensor:
-    """The least and the largest [2] of ``logits``: both are NaN if anything is."""
+    """The least and the largest [2] of ``logits``; both are NaN if any logit is."""
     return torch.stack(logits.aminmax())
 
 
@@ -226,7 +225,7 @@ def check_finite(ends: Tensor, origin: str) -> None:
 
 
 def not_finite(origin: str) -> ValueError:
-    """The error for logits of an ``origin``, a model and a round."""
+    """The error for non-finite logits of ``origin``, a model and a round."""
     return ValueError(
         f"logits must be finite, got NaN or infinity from {origin}, check its weights or run it in "
         "float32"

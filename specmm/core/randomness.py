@@ -34,7 +34,7 @@ class UniformSource(Protocol):
 
 
 class Streams(UniformSource, Protocol):
-    """A stream of uniforms for each row, which may be replaced."""
+    """A stream of uniforms for each row; rows can be given new streams."""
 
     def ahead(self, count: int) -> Tensor:
         """The numbers [B, count] that are drawn next."""
@@ -56,7 +56,7 @@ class PredrawnUniforms:
 
 
 class CountedUniforms:
-    """The source ``inner``, with a count of the numbers drawn from it."""
+    """The source ``inner`` that also counts the numbers drawn from it."""
 
     def __init__(self, inner: UniformSource) -> None:
         self.inner = inner
@@ -131,8 +131,8 @@ class Uniforms:
 
 
 class RowNumbers:
-    """A uniform for each token that a row may have, by its place in the row: number i of the row's
-    generator is for its token i, whatever was drafted.
+    """A uniform for each token of a row, by its position: number i of the row's generator is for
+    its token i, whatever was drafted.
     """
 
     def __init__(self) -> None:
@@ -194,9 +194,9 @@ def sample_generators(
     draws the sample again.
 
     There is a ``seed`` or ``generator`` for each, or one for the first: the others have the seeds
-    that follow. A generator stands for its seed, or for a number drawn from it if it was used
-    before; this uses it once, so that a second call draws others. Without them entropy is taken.
-    Raises ``ValueError`` for both, another number of them, and other things.
+    that follow. A generator stands for its seed or, if it was used before, for a number drawn from
+    it; this draws once from it, so that a second call gives other samples. Without either, seeds
+    are random. Raises ``ValueError`` for both, for another number of them, and for other types.
     """
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
@@ -222,7 +222,7 @@ def _whole(seed: object) -> int:
 
 
 def _spent(generator: object) -> int:
-    """The seed that ``generator`` stands for; it moves on by one number."""
+    """The seed that ``generator`` stands for; draws one number from it."""
     if not isinstance(generator, torch.Generator):
         raise ValueError(
             "generator must be a torch.Generator or a list of them, such as "
@@ -245,7 +245,7 @@ def further(generator: torch.Generator) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A block whose random numbers come from ``seed``; the caller's random state is kept."""
+    """A block whose random numbers come from ``seed``; restores the caller's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

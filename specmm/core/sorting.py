@@ -1,4 +1,4 @@
-"""The largest of many numbers, and their order, faster than by PyTorch's operators alone.
+"""Selecting and sorting the largest of many numbers, faster than PyTorch's own operators.
 
 Shape letters: R rows of V numbers, C chunks.
 """
@@ -18,7 +18,7 @@ LARGE = 2**13  # numbers of a row from which columns pay
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and places of ``x.topk(k)`` [..., k], equal ones in any order.
+    """Values and indices of ``x.topk(k)`` [..., k]; the order of ties is arbitrary.
 
     A GPU searches a row of up to some 20,000 numbers on one multiprocessor; so ``LONG`` rows are
     split into chunks, searched side by side, and then the chunks' results. A CPU searches columns.
@@ -35,7 +35,7 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(x: Tensor) -> Tensor:
-    """The place of the largest of ``x`` [..., V], the first of equals: [...].
+    """The index [...] of the largest of ``x`` [..., V]; on ties the first.
 
     NaN counts as the largest. On a CPU numpy is twenty times faster.
     """
@@ -46,13 +46,13 @@ def likeliest(x: Tensor) -> Tensor:
 
 
 def weighed(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The places of the ``k`` largest of ``logits`` [..., V], and their probabilities [..., k]."""
+    """The indices of the ``k`` largest of ``logits`` [..., V], and their probabilities [..., k]."""
     values, places = largest(logits, k)
     return places, (values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
 
 
 def by_chunks(x: Tensor, k: int, chunks: int) -> tuple[Tensor, Tensor]:
-    """:func:`largest` by C = ``chunks`` of V / C numbers, of which each has at least ``k``."""
+    """:func:`largest` by C = ``chunks`` chunks of V / C numbers, each of at least ``k``."""
     width = x.shape[-1] // chunks
     each = x.unflatten(-1, (chunks, width)).topk(k)  # [..., C, k]
     values, indices = each.values.flatten(-2).topk(k)
@@ -63,8 +63,8 @@ def by_chunks(x: Tensor, k: int, chunks: int) -> tuple[Tensor, Tensor]:
 def by_columns(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """:func:`largest` of rows [R, V], in a seventh of the time for V = 151,936 on a CPU.
 
-    Of a large V only those ``k`` columns of ``COLUMN`` numbers are searched that hold the largest.
-    Whether depends on V and k alone: a row's order of equals must not depend on other rows.
+    For large V, only the ``k`` columns of ``COLUMN`` numbers with the largest maxima are searched.
+    This depends on V and k alone: a row's order of ties must not depend on other rows.
     """
     columns = x.shape[1] // COLUMN
     if x.shape[1] < LARGE or x.shape[1] % COLUMN or 4 * k > columns:

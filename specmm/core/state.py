@@ -1,8 +1,8 @@
 """The state that a run's rounds read and change, declared by the classes that hold it.
 
 A class that takes part in rounds (a target, a drafter, their parts, a run's progress) lists in
-``state`` the attributes that hold tensors: tensors, lists or dicts of them, or objects with state
-of their own. A round writes to these in place, and allocates everything else anew. So a CUDA graph
+``state`` the attributes that hold tensors: tensors, lists or dicts of them, or objects with a
+``state``. A round writes to these in place, and allocates all other tensors anew. So a CUDA graph
 of a round knows its memory (:mod:`specmm.programs.graphs`), and a new run's tensors can be copied
 into it. Tensors in attributes listed in ``fixed`` must stay where they are, because other tensors
 are views of them.
@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 class Slot(NamedTuple):
-    """The place of a ``tensor``: ``holder[key]``, of a dict (also an object's attributes) or list;
-    ``name`` is how it is reached.
+    """The place of a ``tensor``: ``holder[key]``, of a dict (also an object's attributes) or a
+    list; ``name`` is the path to it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Slot(NamedTuple):
 
 
 def slots_of(owner: object, name: str) -> list[Slot]:
-    """All tensors that ``owner``, called ``name``, declares, in order; shared ones once."""
+    """All tensors that ``owner``, called ``name``, declares, in order; shared tensors once."""
     return list(_slots(owner, name, set()))
 
 
@@ -49,7 +49,7 @@ def _found(
     holder: Any, key: Any, held: object, name: str, seen: set[int], fixed: bool
 ) -> Iterator[Slot]:
     """The slots of all tensors in ``held``, which lies at ``holder[key]``; ``fixed`` says whether
-    they must stay where they are. Attributes of objects say so for themselves.
+    they must stay in place. Objects declare this for their own attributes.
     """
     if isinstance(held, Tensor):
         yield Slot(name, holder, key, held, fixed)
@@ -61,7 +61,7 @@ def _found(
 
 
 def with_one(x: Tensor, dim: int = 0) -> Tensor:
-    """``x`` with one more row, of zeros, the last along ``dim``."""
+    """``x`` with a row of zeros appended along ``dim``."""
     shape = list(x.shape)
     shape[dim] = 1
     return torch.cat([x, x.new_zeros(shape)], dim)

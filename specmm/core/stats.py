@@ -1,6 +1,6 @@
 """A run's counts, the seconds of its parts, and its certificate.
 
-Times are host seconds. On a GPU they mean something only if the device is waited for, which
+Times are host seconds. On a GPU they are meaningful only if the host waits for the device, as
 ``Clock(sync=True)`` does.
 
 Claims: ``exact``: the output has the target's distribution. ``bounded``: it differs, and ``tv`` is
@@ -51,11 +51,11 @@ class Clock:
 class Stats:
     """Counts of one run over a batch.
 
-    ``tokens`` and ``rounds`` are summed over samples. Of a sample's tokens the first, where it
-    comes from the prefill, is counted among the ``prefilled``, too: no round made it. A round
-    counts for a sample only while it is unfinished. ``seconds`` is the wall clock of the whole run,
-    ``draft_seconds`` and ``verify_seconds`` the model forwards in it, ``search_seconds`` the part
-    of the drafting that was a search for paths.
+    ``tokens`` and ``rounds`` are summed over samples. A sample's first token also counts in
+    ``prefilled`` if the prefill, not a round, gave it. A round counts for a sample only while the
+    sample is unfinished. ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and
+    ``verify_seconds`` the model forwards in it, ``search_seconds`` the part of the drafting that
+    was a search for paths.
     """
 
     tokens: int = 0
@@ -74,18 +74,18 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Block efficiency: tokens committed per round, those of prefills left out."""
+        """Block efficiency: tokens committed per round, without prefilled tokens."""
         return (self.tokens - self.prefilled) / max(self.rounds, 1)
 
     @property
     def taus(self) -> list[float]:
-        """Block efficiency of each sample; 0 of one that ended before the first round."""
+        """Block efficiency of each sample; 0 if it ended before the first round."""
         rows = self.kept_by_row
         return [sum((i + 1) * n for i, n in enumerate(row)) / max(sum(row), 1) for row in rows]
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """By position of a draft, the share of sample rounds that accepted it and all before it."""
+        """By position of a draft: the share of sample rounds that accepted all drafts up to it."""
         accepted = [sum(self.kept[i:]) for i in range(1, len(self.kept))]
         return [count / max(sum(self.kept), 1) for count in accepted]
 
@@ -117,7 +117,7 @@ class Stats:
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """The sum of all ``parts`` (at least one), of their class, which may count more."""
+    """The sum of all ``parts`` (at least one), in their class, which may have more fields."""
     summed = type(parts[0])()
     for part in parts:
         summed.add(part)
@@ -128,8 +128,8 @@ def total(parts: Sequence[Stats]) -> Stats:
 class Certificate:
     """A claim, its reason, and the total variation per token: 0 if exact, None if heuristic.
 
-    ``settings`` tell which distribution is meant: the model's under these options (temperature,
-    guidance, filters, iterations …).
+    ``settings`` define the distribution: the model's under these options (temperature, guidance,
+    filters, iterations …).
     """
 
     kind: Literal["exact", "bounded", "heuristic"]
@@ -165,7 +165,7 @@ class Certificate:
 
 
 def rule_certificate(name: str, exact: bool, excess: float | None) -> Certificate:
-    """The certificate of a run by a rule; ``excess`` is a relaxed rule's, the mean per token."""
+    """The certificate of a run by a rule; ``excess`` is a relaxed rule's mean excess per token."""
     if exact:
         reason = f"every token kept or drawn by the {name} rule follows the target's distribution"
         return Certificate("exact", reason, 0.0)
@@ -198,7 +198,7 @@ def speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def quartiles(baseline: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper quartile of the ratios of runs made side by side, of the same input."""
+    """Lower and upper quartile of the ratios of paired runs on the same inputs."""
     ratios = [b / s for b, s in zip(baseline, seconds, strict=True)]
     if len(ratios) < 2:
         return ratios[0], ratios[0]

@@ -1,4 +1,4 @@
-"""Draft trees: the tokens a drafter proposes, their parents, and what each was drawn from.
+"""Draft trees: the proposed tokens, their parents, and the distributions they were drawn from.
 
 Node 0 is the root: the last committed token. Every other node is a draft.
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class computed_once(Generic[T]):
-    """``functools.cached_property`` without its lock, at which PyTorch would end a program: a
-    dynamic drafter's shapes are made inside one.
+    """``functools.cached_property`` without its lock, which PyTorch cannot compile: a dynamic
+    drafter's shapes are made inside compiled programs.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
@@ -205,9 +205,9 @@ class DraftTree:
     distribution it was drawn from *given its earlier siblings* (node 0's is unused). ``None`` means
     that every node is a point mass: chosen, not drawn. This one convention covers independent
     siblings, sampling without replacement and top-k trees. ``drafted`` is the number of levels of a
-    chain that hold drafts; padding tokens follow them (None: all levels). Of chains whose rows have
-    ``sizes`` [B] of their own, a target need not score the nodes after those. ``chances`` [B, N]
-    are the drafter's probabilities of each node after its parent, if it records them.
+    chain that hold drafts; padding tokens follow (None: all levels). If rows' chains have different
+    ``sizes`` [B], a target need not score the nodes beyond them. ``chances`` [B, N] are the
+    drafter's probabilities of each node after its parent, if it records them.
     """
 
     tokens: Tensor
@@ -235,8 +235,8 @@ class DraftTree:
 
 
 def paths(tree: DraftTree | None, row: int) -> list[tuple[int, list[int]]]:
-    """For each node of a row's tree, its parent (-1: none) and the tokens from the root to it;
-    without a tree, one empty path.
+    """For each node of a row's tree: its parent (-1: none) and the tokens from the root to it;
+    without a tree one empty path.
     """
     if tree is None:
         return [(-1, [])]

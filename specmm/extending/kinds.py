@@ -10,7 +10,7 @@ MOST = 3.4e38  # larger numbers are infinite in float32
 
 
 def shown(value: object) -> str:
-    """``value`` for an error message: numbers and short texts as they are, others by their type."""
+    """``value`` for an error message: numbers and short texts themselves, other values by type."""
     if value is None or (isinstance(value, str | int | float) and len(repr(value)) <= 60):
         return repr(value)
     if isinstance(value, type):
@@ -27,8 +27,8 @@ def check_numbers(**values: object) -> None:
 
 
 def check_at_least(least: float, hint: str = "", /, **values: Any) -> None:
-    """Raise ``ValueError`` naming the first of ``values`` that is no finite number of ``least`` or
-    more, with a ``hint``.
+    """Raise ``ValueError``, with a ``hint``, naming the first of ``values`` that is not a finite
+    number of at least ``least``.
     """
     check_numbers(**values)
     for name, value in values.items():
@@ -53,8 +53,8 @@ def check_flags(**values: object) -> None:
 
 
 def check_kind(kind: Any, **values: object) -> None:
-    """Raise ``ValueError`` naming the first of ``values`` that an option annotated as ``kind``, a
-    number or one of some texts, cannot have; other annotations are not checked.
+    """Raise ``ValueError`` naming the first of ``values`` that does not fit the annotation
+    ``kind``, a number or one of several texts; other annotations are not checked.
     """
     if kind in ("int", int):
         check_whole(**values)
@@ -102,7 +102,7 @@ def _of_chats(value: object) -> str:
 def either(name: str, value: Any, other: str, same: Any) -> Any:
     """The value of the option ``name``, which may be given under its other name ``other``.
 
-    Raises ``ValueError`` when both are.
+    Raises ``ValueError`` if both are given.
     """
     if value is not None and same is not None:
         raise ValueError(f"give {name} or {other}, which mean the same, got both")

@@ -1,7 +1,7 @@
 """Third-party drafters: how they are made, and how each tree that they propose is checked.
 
-Such a drafter is a class or a function that takes a target and a :class:`DraftRequest` (and options
-of its own) and gives a :class:`specmm.core.drafter.Drafter`; or one that is made already.
+Such a drafter is a :class:`specmm.core.drafter.Drafter`, or a class or function that makes one from
+a target, a :class:`DraftRequest` and its own options.
 
 Shape letters: B batch, N nodes, V vocabulary.
 """
@@ -31,8 +31,8 @@ SUMS = 1e-3  # the error of a recorded distribution's sum: bfloat16 has 8 bits
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A request to a drafter: trees of the shape ``tree``; if ``sampled``, drafts are drawn,
-    siblings as ``siblings`` says, otherwise chosen (point masses).
+    """A request to a drafter: trees of the shape ``tree``. If ``sampled``, drafts are drawn,
+    siblings as ``siblings`` says; otherwise they are chosen (point masses).
     """
 
     tree: TreeShape | Dynamic
@@ -41,7 +41,7 @@ class DraftRequest:
 
 
 def _checked(name: str, thing: Any) -> Any:
-    """``thing``; raises ``ValueError`` if it is no drafter."""
+    """``thing``; raises ``ValueError`` if it is not a drafter."""
     if is_drafter(thing):
         return thing
     raise ValueError(
@@ -52,9 +52,7 @@ def _checked(name: str, thing: Any) -> Any:
 
 
 def is_drafter(thing: object) -> bool:
-    """Whether ``thing`` is a drafter, or makes one; a network that another method drafts with is
-    not, nor is a name.
-    """
+    """Whether ``thing`` is a drafter or makes one; a network or a name is not."""
     thing = whole(thing)
     if isinstance(thing, str | nn.Module):
         return False
@@ -66,15 +64,15 @@ OTHERS = Open[Any]("drafter", {}, _checked)
 
 
 def of_others(spec: object) -> bool:
-    """Whether ``spec`` is a third-party drafter, or the name of one, as ``echo(order=2)``."""
+    """Whether ``spec`` is a third-party drafter or its name, such as ``echo(order=2)``."""
     if not isinstance(spec, str):
         return is_drafter(spec)
     return spec.partition("(")[0].strip() in OTHERS  # a folder's name may have brackets of any kind
 
 
 def with_own(registry: Registry, method: Any, drafter: Any) -> tuple[Any, Any]:
-    """``method`` (None: plain decoding) with the third-party ``drafter`` as its own, and None to
-    load; for any other ``drafter`` both unchanged.
+    """``method`` (None: plain decoding) with the third-party ``drafter``, and None as the drafter
+    to load; for any other ``drafter`` both unchanged.
     """
     if drafter is None or not of_others(drafter):
         return method, drafter
@@ -89,10 +87,10 @@ def usual_tree(spec: object) -> Tree:
 
 
 def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDrafter:
-    """The third-party drafter that ``spec`` names or is, made for ``target``.
+    """The third-party drafter of ``spec``, an object or a name, made for ``target``.
 
-    Raises ``ValueError`` for options that it does not take, for a result that is no drafter, and
-    for a drafter that cannot make dynamic trees where one is asked for.
+    Raises ``ValueError`` for options that it does not take, for a result that is not a drafter, and
+    for a drafter that cannot make a requested dynamic tree.
     """
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
     thing = OTHERS[name] if isinstance(spec, str) else _checked(name, spec)
@@ -121,8 +119,8 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
 class OutsideDrafter:
     """The drafter ``inner``, called ``name``, by ``maker``; its trees are checked.
 
-    Its seconds are counted here, whatever it does with the clock that it is given. ``recorded``
-    tells whether a tree had distributions, ``varied`` whether such trees had several shapes.
+    Its seconds are counted here, whatever it does with its clock. ``recorded``: whether a tree had
+    distributions; ``varied``: whether such trees had several shapes.
     """
 
     def __init__(self, inner: Drafter, name: str, maker: str) -> None:
@@ -140,7 +138,7 @@ class OutsideDrafter:
         self._drawn: set[tuple[int, ...]] = set()  # parents of drawn trees: the first, and another
 
     def serve(self, rule: Rule) -> None:
-        """From now on refuse trees whose siblings are not drawn as ``rule`` needs them."""
+        """From now on refuse trees whose siblings are not drawn as ``rule`` requires."""
         others = bool(maker_of(rule))
         self.rule = rule.name
         self.needed = getattr(rule, "siblings", None) or ("distinct" if others else None)
@@ -205,7 +203,7 @@ class OutsideDrafter:
             self._drawn = set(list(self._drawn)[:2])
 
     def _check_siblings(self, tree: DraftTree, probs: Tensor, needed: Siblings) -> None:
-        """Raise ``ValueError`` unless ``probs`` [B, N, V] fit siblings drawn as ``needed``."""
+        """Raise ``ValueError`` unless ``probs`` [B, N, V] suit siblings drawn as ``needed``."""
         earlier = tree.shape.earlier_siblings  # [1 or B, N, N]
         # of each node, the probability of every other's token
         chances = probs.gather(-1, tree.tokens[:, None].expand(-1, tree.shape.size, -1))

@@ -26,18 +26,18 @@ REGISTERED: dict[str, dict[str, Any]] = {"drafter": {}, "rule": {}, "tree": {}}
 
 
 def nearest(name: str, known: Sequence[str], alike: float = 0.5) -> list[str]:
-    """The ``known`` names that ``name`` may stand for: those that begin with it, or the nearest one
-    with a difflib ratio of at least ``alike`` (0 to 1).
+    """The ``known`` names that ``name`` may mean: names that begin with it, or else the nearest
+    name with a difflib ratio of at least ``alike`` (0 to 1).
     """
     beginnings = [one for one in known if one.startswith(name)] if len(name.strip("-_")) > 2 else []
     return beginnings[:2] or difflib.get_close_matches(name, known, n=1, cutoff=alike)
 
 
 def unknown(kind: str, name: object, known: Iterable[str], alike: float = 0.5) -> ValueError:
-    """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all.
+    """The error for a ``name`` that is not a ``kind``: suggests the nearest name, or lists all.
 
-    A folder that all names share does not count for nearness, and a ``name`` longer than any known
-    one gets no suggestion. See :func:`nearest` for ``alike``.
+    A folder that all names share is ignored, and a ``name`` longer than all known names gets no
+    suggestion. See :func:`nearest` for ``alike``.
     """
     if len(str(name)) > MOST_NAME:
         name = f"{str(name)[:MOST_NAME]}…"
@@ -60,7 +60,7 @@ def named(place: str) -> Any:
 
 
 class Registry:
-    """Names of one kind of thing, each ``"module:attribute"``, imported on first use."""
+    """Objects of one ``kind`` by name, each as ``"module:attribute"``, imported at first use."""
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind
@@ -70,17 +70,17 @@ class Registry:
         return iter(self.entries)
 
     def get(self, name: str) -> Any:
-        """The thing called ``name``; raises ``ValueError`` with a suggestion."""
+        """The object called ``name``; raises ``ValueError`` with a suggestion."""
         if name not in self.entries:
             raise unknown(self.kind, name, self.entries)
         return named(self.entries[name])
 
 
 class Open(Mapping[str, T]):
-    """Our ``own`` entries of a ``kind`` by name, then third-party ones, which ``entry`` makes from
-    a name and the registered thing.
+    """Our ``shipped`` entries of a ``kind`` by name, then third-party entries, which ``entry``
+    makes from a name and the registered object.
 
-    A third-party entry never replaces one of ours.
+    A third-party entry never replaces ours.
     """
 
     def __init__(self, kind: str, shipped: Mapping[str, T], entry: Callable[[str, Any], T]) -> None:
@@ -102,12 +102,12 @@ class Open(Mapping[str, T]):
 
 
 def names_of_others(kind: str) -> list[str]:
-    """The names of a ``kind`` of thing that were registered or come with installed packages."""
+    """Third-party names of a ``kind``: registered, or from installed packages."""
     return list({**REGISTERED[kind], **_entry_points(kind)})
 
 
 def registered(kind: str, name: str) -> Any:
-    """The third-party thing of a ``kind`` called ``name``, registered or from an installed package.
+    """The third-party object of a ``kind`` called ``name``, registered or from a package.
 
     Raises ``KeyError`` if there is none, and ``ValueError`` if it cannot be imported.
     """
@@ -148,7 +148,7 @@ def whole(thing: Any) -> Any:
 
 
 def maker_of(thing: object) -> str:
-    """Who wrote ``thing``, a class, a function or an object: its top module; "" for ours."""
+    """The top module of ``thing`` (a class, function or object), its maker; "" for ours."""
     thing = whole(thing)
     kind = thing if hasattr(thing, "__module__") and hasattr(thing, "__name__") else type(thing)
     module = str(getattr(kind, "__module__", "")).partition(".")[0]

@@ -1,5 +1,5 @@
-"""The target's own answers to the questions of chats, from which its drafter learns best: made by
-the fastest method, in batches, and stored.
+"""The target's own answers to the questions of chats, from which its drafter learns best: generated
+by the fastest method, in batches, and stored.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ AT_ONCE = 32  # questions answered together
 def answered(
     pipe: Any, reader: ChatReader, chats: Sequence[Chat], share: float, longest: int, out: Path
 ) -> Iterator[Chat]:
-    """A ``share`` of ``chats``, chosen by their questions, with all answers replaced by ``pipe``'s,
-    of at most ``longest`` tokens.
+    """A ``share`` of ``chats``, chosen by their questions, with all answers replaced by answers of
+    ``pipe`` of at most ``longest`` tokens.
 
     Answers are stored in ``out`` batch by batch, under a key of everything they depend on, so that
     an interrupted run continues.
@@ -58,7 +58,7 @@ def answered(
 
 
 def _turns(chat: Chat) -> list[int]:
-    """The assistant's messages that are replaced: those that no tool's message follows."""
+    """The assistant's messages to replace: messages that no tool's message follows."""
     roles = [message["role"] for message in chat.messages]
     pairs = zip(roles, [*roles[1:], ""], strict=True)
     return [i for i, pair in enumerate(pairs) if pair[0] == "assistant" and pair[1] != "tool"]

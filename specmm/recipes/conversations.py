@@ -1,5 +1,5 @@
-"""Chats as training data: all are checked first, unusable ones are set aside, some are held out,
-and the others are stored on the disk.
+"""Chats as training data: all are checked first, unusable chats are set aside, some are held out,
+and the others are stored on disk.
 
 Shape letters: B chats of a batch, L tokens.
 """
@@ -41,8 +41,8 @@ SHOWN = 4000  # characters of the chat that is shown before a training
 
 @dataclass(frozen=True)
 class Opening:
-    """The purpose for which data are opened: a model that reads chats by ``reader``, the ``target``
-    itself (loaded when needed), and settings of a recipe.
+    """Context for opening data: the ``reader`` of a model's chats, the ``target`` itself (loaded
+    when needed), and a recipe's settings.
     """
 
     reader: ChatReader
@@ -55,10 +55,10 @@ class Opening:
 
 @dataclass(frozen=True)
 class Conversations:
-    """``rows`` returns up to a number of chats to learn from (None: all), ``draw`` a chat by its
-    number among the chats with or without pictures; ``sorts`` tells which of the two exist.
-    ``read`` makes a batch of chats by ``reader``; ``prompts`` returns a number of held-out
-    questions, optionally read by another reader after an edit.
+    """Functions of opened chats. ``rows(count)``: chats to learn from (None: all); ``draw(number,
+    visual)``: one chat of those with or without pictures, and ``sorts`` says which of the two
+    exist; ``read``: a batch of chats by ``reader``; ``prompts(count)``: held-out questions, perhaps
+    edited and read by another reader.
     """
 
     rows: Callable[[int | None], Sequence[Any]]
@@ -70,7 +70,7 @@ class Conversations:
 
 
 class Spool(Sequence[Chat]):
-    """Chats in a temporary file of ``folder``, with pictures that have no file of their own."""
+    """Chats in a temporary file in ``folder``, with pictures that are not files."""
 
     def __init__(self, folder: Path) -> None:
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
@@ -100,7 +100,7 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
     """The chats in files and folders ``places``; each epoch has another order.
 
     Chats with the same question are either all learnt from or all held out. Raises ``ValueError``
-    without two usable chats that differ.
+    without two different usable chats.
     """
     chats, keys, shows = _spooled(places, opening)
     different = sorted(set(keys))
@@ -156,7 +156,7 @@ def _tell(text: str) -> None:
 
 
 def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int], bytearray]:
-    """The usable chats, the key of each, and whether it has pictures or videos."""
+    """The usable chats, each with its key and whether it has pictures or videos."""
     chats, keys, shows = Spool(opening.out), array("Q"), bytearray()
     aside: dict[str, list[Any]] = {}
     rows = rows_of(places)
@@ -181,7 +181,7 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
 
 
 def _looked_through(rows: Iterator[Any], unanswered: bool) -> Iterator[Chat | Unusable]:
-    """Every row's chat with its pictures and videos checked, or the error."""
+    """Every row's chat, after its pictures and videos were checked, or the error."""
     look = partial(_looked, unanswered=unanswered)
     with ThreadPoolExecutor() as pool:
         while part := list(islice(rows, TOGETHER)):
@@ -213,7 +213,7 @@ def _played(source: Any) -> Any:
 
 
 def _seen(source: Any) -> tuple[Any, tuple[int, int]]:
-    """A picture that was checked to open (a remote one as its bytes), and its size."""
+    """The picture ``source`` (a remote picture as bytes) and its size, after opening it."""
     far = isinstance(source, str) and OF_PICTURES.match(source)
     try:
         image = fetched(source) if far else source

@@ -1,7 +1,8 @@
 """Training of a DFlash block drafter on the frozen target's hidden states.
 
-Blocks lie at random anchors, see the target's states of the text before them, and draft k counts by
-exp(-(k - 1) / fade). Source: DFlash (arXiv 2602.06036), learning distributions in place of tokens.
+Blocks lie at random anchors and read the target's states of the text before them; draft k has the
+weight exp(-(k - 1) / fade). Source: DFlash (arXiv 2602.06036), but learning distributions instead
+of tokens.
 
 Shape letters: B batch, L tokens of a row, A anchors, K block (anchor included), F layers read, C
 width.
@@ -109,10 +110,10 @@ def build_block(
     """A drafter of ``layers`` for rounds of ``block`` - 1 drafts, which reads ``read`` of the
     target's layers.
 
-    They lie evenly between the second and the third last, as in the release. ``inner`` is the width
-    of its feed-forward layers where it is not the target's, ``markov`` the rank of its table of
-    pairs and ``recurrent`` the size of its memory (0: none), ``ids`` [v] are the target's tokens
-    that it drafts (None: all). Raises ``ValueError`` as ``layers_read`` does, and for a target
+    The layers that it reads lie evenly between the second and the third last, as in the release.
+    ``inner`` is the width of its feed-forward layers (0: the target's), ``markov`` the rank of its
+    table of pairs and ``recurrent`` the size of its memory (0: none), ``ids`` [v] are the target's
+    tokens that it drafts (None: all). Raises ``ValueError`` as ``layers_read``, and for a target
     whose layers have no known name.
     """
     chosen = layers_read(target, read)
@@ -135,7 +136,7 @@ def build_block(
 def layers_read(target: VLMTarget, read: int) -> tuple[int, ...]:
     """The ``read`` layers of the target whose states a drafter reads, lowest first.
 
-    Raises ``ValueError`` for more than there are before the last one.
+    Raises ``ValueError`` for more layers than there are before the last.
     """
     depth = len(target.family.layers)
     if not 1 <= read < depth:
@@ -147,9 +148,10 @@ def layers_read(target: VLMTarget, read: int) -> tuple[int, ...]:
 
 
 def with_memory(before: DFlash, size: int) -> DFlash:
-    """A drafter that drafts as ``before`` does, with an untrained memory of ``size`` (0: as it is).
+    """A drafter that drafts as ``before`` does, with an untrained memory of ``size`` (0:
+    unchanged).
 
-    Raises ``ValueError`` for one that has a memory of another size.
+    Raises ``ValueError`` if it has a memory of another size.
     """
     config = before.config
     if size and config.recurrent not in (0, size):
@@ -174,9 +176,7 @@ def block_loss(
     seed: int,
     loss: str = "kl",
 ) -> Losses:
-    """The ``loss`` of the rows' blocks on tokens that are learnt; ``head`` gives logits of the
-    drafter's tokens only.
-    """
+    """The ``loss`` of the rows' blocks on learnt tokens; ``head`` has only the drafter's tokens."""
     rows = len(data.tokens)
     device = data.tokens.device
     size = model.config.block
@@ -205,8 +205,8 @@ def blocks_after(
     drawn: Anchors,
     reaches: Sequence[Reach] = (),
 ) -> Tensor:
-    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] after ``context`` [B, L, F·C], of
-    which each layer sees what ``reaches`` say (none: everything).
+    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] after ``context`` [B, L, F·C], to
+    which each layer attends within its ``reaches`` (empty: everywhere).
     """
     length = context.shape[1]
     place = torch.arange(length, device=context.device)[None]
@@ -221,7 +221,7 @@ def blocks_after(
 
 
 class _Prefix:
-    """A cache that puts each layer's context keys and values [B, H, L, D] before the blocks'."""
+    """A cache that prepends each layer's context keys and values [B, H, L, D] to the blocks'."""
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self.pairs = pairs

@@ -1,8 +1,8 @@
 """Training of a small diffusion language model in Dream's format, on text alone.
 
-Half of the rows have tokens hidden anywhere, as in masked diffusion (weight one over the share),
-the other half their end, as in drafting. Source of the loss: LLaDA and Dream (arXiv 2502.09992,
-2508.15487).
+In half of the rows tokens are hidden anywhere, as in masked diffusion (weight one over the share);
+in the other half the end is hidden, as in drafting. Source of the loss: LLaDA and Dream (arXiv
+2502.09992, 2508.15487).
 
 Shape letters: B rows, L tokens, T tokens of all texts, V vocabulary.
 """
@@ -107,7 +107,7 @@ def denoising_loss(model: FullAttention, rows: Tensor, seed: int) -> Tensor:
 
 
 def hide(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Which tokens [B, L] are hidden and the weight of each; the first never is."""
+    """The mask of hidden tokens [B, L] and their weights; the first token is never hidden."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.rand(rows, 1, generator=generator).clamp(min=LEAST)
     anywhere = torch.rand(rows, length, generator=generator) < share
@@ -119,7 +119,7 @@ def hide(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def save_dream(model: FullAttention, folder: str | Path) -> None:
-    """Write Dream's format (bf16): its names and config, without the head where it is tied."""
+    """Write Dream's format (bf16): its names and config, without the head if it is tied."""
     state: dict[str, Any] = model.model.state_dict()
     if model.model.config.tie_word_embeddings:
         state.pop(HEAD)
@@ -131,7 +131,7 @@ def save_dream(model: FullAttention, folder: str | Path) -> None:
 def fit_proxy(
     texts: Iterable[Sequence[int]], vocabulary: int, order: int = 3, least: int = 1
 ) -> NGram:
-    """The model of order ``order`` of ``texts`` (token ids below ``vocabulary``).
+    """The n-gram model of ``order`` of ``texts`` (token ids below ``vocabulary``).
 
     N-grams of two and more tokens seen fewer than ``least`` times are dropped, for size. Raises
     ``ValueError`` for ids outside the vocabulary and for sizes below 1.

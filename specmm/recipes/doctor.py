@@ -1,7 +1,7 @@
-"""Diagnoses low acceptance: a drafter is compared with its target's own answers, as it is and under
-each common misreading of its interface, and with prompts in the template's form and in others.
+"""Diagnoses low acceptance: measures a drafter on its target's own answers, unchanged and under
+each common misreading of its interface, and with prompts in other forms than the chat template's.
 
-The value of a change is the gain in acceptance.
+A change is worth its gain in acceptance.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ SYSTEM = "You are a helpful assistant."
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Acceptance of the drafter's ``own`` reading and under ``changes``, the best first by tokens a
-    round at temperature 1, which few answers estimate better than those of greedy chains. ``asked``
-    holds the results for other forms of the prompts, by form.
+    """Acceptance under the drafter's ``own`` reading and under ``changes``, sorted by tokens a
+    round at temperature 1, which a few answers estimate better than greedy chains. ``asked`` holds
+    the results for other forms of the prompts, by form.
     """
 
     own: Followed
@@ -62,12 +62,12 @@ class Diagnosis:
 
     @property
     def best(self) -> tuple[Change, Followed] | None:
-        """The best change if it is worth making, else None."""
+        """The best change if its gain is worth it, else None."""
         return self._worth(self.changes)
 
     @property
     def better_asked(self) -> tuple[str, Followed] | None:
-        """The form of prompts with the highest acceptance, if it is worth changing to."""
+        """The form of prompts with the highest acceptance, if its gain is worth it, else None."""
         return self._worth(self.asked)
 
     def _worth(self, tried: Sequence[tuple[T, Followed]]) -> tuple[T, Followed] | None:
@@ -132,8 +132,8 @@ class Questions:
 def examined(
     model: str, drafter: str | None, data: Sequence[str] = (), questions: int = 16, seed: int = 0
 ) -> Examined:
-    """The ``drafter`` (a folder; None: the only one of its kind beside the ``model``), with
-    held-out ``questions`` of chats in ``data``, or Python code for a text model without.
+    """The ``drafter`` (a folder; None: the only drafter beside the ``model``), with held-out
+    ``questions`` from the chats in ``data`` or, for a text model without data, Python code.
 
     Raises ``ValueError`` for drafters that do not read the target's states.
     """
@@ -176,7 +176,7 @@ def _own_layers(folder: Path) -> int:
 def asked(
     folder: Path, target: VLMTarget, data: Sequence[str], count: int, out: Path, seed: int
 ) -> Questions:
-    """``count`` questions that are not trained on, for the ``target`` in ``folder``."""
+    """``count`` questions outside the training data, for the ``target`` in ``folder``."""
     if data:
         source = Data(Places(list(data), conversations), 0.5, None, "skip", None)
         opened = source.opened(folder, lambda: target, out, seed, unanswered=True)
@@ -208,7 +208,7 @@ def _otherwise(opened: Conversations, count: int) -> Iterator[tuple[str, VLMProm
 
 
 def with_system(chat: Chat, text: str) -> Chat:
-    """``chat`` with the system prompt ``text`` for its own; without one if that is empty."""
+    """``chat`` with its system prompt replaced by ``text``, or removed if that is empty."""
     others = [message for message in chat.messages if message["role"] != "system"]
     system = {"role": "system", "content": [{"type": "text", "text": text}]}
     return replace(chat, messages=[*([system] if text else []), *others])

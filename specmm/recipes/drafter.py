@@ -1,5 +1,6 @@
 """Block and EAGLE drafters of a LlamaGen (``drafter``), written to the model's ``drafters/``, and
-the acceptance that ``auto`` plans trees from. They learn on the fly: no feature files.
+the acceptance that ``auto`` plans trees from. They learn from states computed in each step: no
+feature files.
 
 Shape letters: M pictures, B batch, T tokens of a picture, A anchors a picture, K levels, N places,
 C width, F layers read, V vocabulary.
@@ -120,8 +121,8 @@ def drafter(
 
 
 def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
-    """The folder of a ``model`` that draws, and that of its drafter called ``kind``, which can be
-    written; raises ``ValueError`` if that exists and is not to be replaced.
+    """The folder of a picture ``model``, and the writable folder of its drafter ``kind``; raises
+    ``ValueError`` if the latter exists and ``replace`` is off.
     """
     there = zoo.pocket_models().get(model, Path(model))
     if picture_type(there) is not None:
@@ -138,7 +139,7 @@ def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
 
 
 def _layers(text: str, count: int) -> tuple[int, ...]:
-    """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have."""
+    """The layers in ``text``, such as "4,9,14"; ``ValueError`` for layers beyond ``count``."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not all(part.isdecimal() and int(part) < count for part in names):
         raise ValueError(
@@ -150,7 +151,7 @@ def _layers(text: str, count: int) -> tuple[int, ...]:
 def _examples(
     model: Path, data: Open, out: Path, count: int, cfg: float | None, seed: int
 ) -> tuple[Any, Any, Any]:
-    """The target, tokens [M, 2, T] and labels [M]: those of the data, if any, followed by ``count``
+    """The target, tokens [M, 2, T] and labels [M]: from the data, if any, followed by ``count``
     pictures that the target draws.
     """
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
@@ -175,7 +176,7 @@ def _examples(
 def _draw(
     model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float | None, seed: int
 ) -> Any:
-    """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out``
+    """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, stored in ``out``
     batch by batch, so that an interrupted run continues.
     """
     settings = read_settings(LlamaGenSettings, model)
@@ -214,7 +215,7 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
 
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
-    """Tokens [M, 2, T] of the pictures and their mirror images; ``out`` keeps them."""
+    """Tokens [M, 2, T] of the pictures and their mirror images, stored in ``out``."""
 
     def encode() -> Any:
         return encode_views(lambda x: vq.encode(x).indices.flatten(1), torch.from_numpy(images))
@@ -233,9 +234,8 @@ def kept_tokens(vq: Any, images: Any, file: Path, encode: Callable[[], Any]) -> 
 
 @dataclass(frozen=True)
 class Seen:
-    """The target's states on pictures: their ``tokens`` [B, T], the ``logits`` [B, T, V] of each,
-    the ``hidden`` states [B, T, C · (1 + F)] that these were scored from, and the tokens'
-    ``embedded`` inputs [B, T, C].
+    """The target's states on pictures: their ``tokens`` [B, T], the tokens' ``logits`` [B, T, V],
+    the ``hidden`` states [B, T, C · (1 + F)] before them, and their ``embedded`` inputs [B, T, C].
     """
 
     tokens: Tensor
@@ -270,11 +270,10 @@ def train_block(
 ) -> BlockHead:
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M].
 
-    ``temperature`` is the one that pictures will be sampled at: the distributions compared are
-    softened or sharpened by it. A larger ``overlap_weight`` late in training buys acceptance with
-    calibration. ``dropout`` is the share of pictures shown without their class, which a drafter
-    needs where guidance makes it draft for both branches. ``start`` is a drafter to go on from, see
-    :func:`go_on_from`.
+    ``temperature`` is the sampling temperature of later use, applied to the compared distributions.
+    A larger ``overlap_weight`` late in training trades calibration for acceptance. ``dropout`` is
+    the share of pictures shown without their class, needed because under guidance a drafter drafts
+    for both branches. ``start`` is a drafter to continue from, see :func:`go_on_from`.
     """
     with seeded(seed):
         drafter = BlockHead(config)
@@ -314,8 +313,8 @@ def _learn(
     dropout: float,
     seed: int,
 ) -> None:
-    """Train ``head`` by the ``loss`` of classes [B], pictures [B, T] and random numbers ``drawn``
-    for each batch; a share ``dropout`` of the pictures is shown without its class.
+    """Train ``head`` by the ``loss`` of each batch's classes [B], pictures [B, T] and random
+    numbers ``drawn``; a share ``dropout`` of the pictures is shown without its class.
     """
 
     def step(i: int) -> Losses:
@@ -334,7 +333,7 @@ def _learn(
 
 @torch.no_grad()
 def start_from(drafter: BlockHead, norm: Tensor) -> None:
-    """Make ``drafter`` begin where a feature is the target's hidden state and the final norm has
+    """Initialise ``drafter`` so that a feature is the target's hidden state, and the final norm has
     the target's weights ``norm`` [C].
     """
     width = drafter.config.target.dim
@@ -344,11 +343,11 @@ def start_from(drafter: BlockHead, norm: Tensor) -> None:
 
 @torch.no_grad()
 def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
-    """Make ``drafter`` begin as ``other``.
+    """Initialise ``drafter`` from ``other``.
 
     Units of feed-forward layers that ``other`` lacks contribute nothing at first. Further levels
-    begin with the query of its last level, whose place is known from the cell alone. Raises
-    ``ValueError`` where the two differ in layers or auxiliary layers, and for levels and units that
+    begin with the query of its last level, because the cell gives their place. Raises
+    ``ValueError`` if the two differ in layers or auxiliary layers, and for levels and units that
     the drafter lacks.
     """
     config = drafter.config
@@ -381,11 +380,11 @@ def block_loss(
     """The ``loss`` + ``overlap_weight`` · total variation, and the mean overlap Σ min(p, q) by
     level [K], for anchors ``at`` [B, A] of pictures that the target has ``seen``.
 
-    They compare the drafter's distribution of a level, given the true token before it, with the
-    target's there, both at ``temperature``. ``output`` gives logits [B, N, V] of states [B, N, C].
+    It compares the drafter's distribution at a level, given the true previous token, with the
+    target's, both at ``temperature``. ``output`` gives logits [B, N, V] of states [B, N, C].
 
-    At anchor a, whose root is token a, the features of positions up to a are seen and tokens a + 1
-    … a + K drafted.
+    At anchor a, whose root is token a, features up to position a are read and tokens a + 1 … a + K
+    drafted.
     """
     levels = drafter.config.levels
     count = seen.hidden.shape[1]
@@ -442,9 +441,9 @@ def train_eagle(
     """Train on ``tokens`` [M, 2, T] (both mirrorings) with ``labels`` [M].
 
     The head reads the target's hidden states, shifted by uniform noise in ±``noise`` · 256 / T, and
-    learns the next one and the distribution that the target's output head makes of it, as EAGLE
-    (arXiv 2401.15077) and LANTERN (2410.03355) train it. Token embeddings are the target's and stay
-    so. Raises ``ValueError`` for a target that is not class-conditional.
+    learns the next state and the output head's distribution on it, as EAGLE (arXiv 2401.15077) and
+    LANTERN (2410.03355). Token embeddings are the target's, frozen. Raises ``ValueError`` for a
+    target that is not class-conditional.
     """
     if target.config.model_type != "c2i":
         raise ValueError(f"target must be class-conditional (c2i), got {target.config.model_type}")
@@ -473,8 +472,8 @@ def eagle_loss(
     """Loss and its parts (SmoothL1 of the states, the ``loss`` of the distributions) for pictures
     that the target has ``seen``, with ``shift`` [B, T - 1, C] added to the hidden states read.
 
-    ``output`` gives logits [B, N, V] of states [B, N, C]. ``overlap`` is the mean of Σ min(p, q):
-    how likely a single draft is accepted.
+    ``output`` gives logits [B, N, V] of states [B, N, C]. ``overlap`` is the mean of Σ min(p, q),
+    the probability that a single draft is accepted.
     """
     hidden = seen.hidden
     predicted = head(seen.embedded[:, :-1], hidden[:, :-1] + shift)

@@ -1,7 +1,7 @@
-"""A drafter followed along its target's own answers: all of its chains without decoding.
+"""Follows a drafter along its target's own answers: all of its chains, without decoding.
 
-The target answers, and its states on these answers are computed once. A drafter then goes on from
-every token at once, its own states below the first draft (as in training).
+The target answers, and its states on these answers are computed once. A drafter then drafts from
+every token at once, using its own states below the first draft (as in training).
 
 Shape letters: B answers, L positions, D drafts of a chain, C width, F layers read, V vocabulary,
 v the drafter's, R roots (tokens after which there is a draft), K ranks, A anchors.
@@ -52,7 +52,8 @@ class Evidence:
     """A target's states on its answers: ``tokens`` [B, L] and their ``embeddings`` [B, L, C], of
     which ``image`` [B, L] belong to pictures, the outputs of all its ``layers`` and the last states
     ``hidden`` [B, L, C], where its answers ``begin`` [B], how ``long`` they are [B], and the
-    ``probs`` [B, L, V] of the next token: those that answers were drawn from, or at temperature 1.
+    ``probs`` [B, L, V] of the next token: the distributions that answers were drawn from or, for
+    greedy answers, those at temperature 1.
     """
 
     target: VLMTarget
@@ -79,7 +80,7 @@ class Evidence:
         return (following >= self.begin[:, None]) & (following < last)
 
     def chains(self, values: Tensor) -> Tensor:
-        """``values`` [D, B, L, …] along the chain of each root [R, D, …]; 0 past its answer."""
+        """``values`` [D, B, L, …] along the chain of each root [R, D, …]; 0 beyond its answer."""
         rows, slots = self.roots.nonzero(as_tuple=True)
         last = (self.begin + self.long - 3)[rows]  # the slot of an answer's last draft
         depth = torch.arange(len(values), device=slots.device)
@@ -129,8 +130,8 @@ def evidence(
 @dataclass(frozen=True)
 class Reading:
     """A way to read a drafter's interface: its ``network``, the target's ``layers`` whose outputs
-    it reads (none: the last states; ``normed`` or not, None: unchanged), the places by which tokens
-    are shifted (``late``), and the ids [v] of its tokens (None: all).
+    it reads (empty: the last states; ``normed`` or not, None: as usual), the places by which tokens
+    are shifted (``late``), and the ``ids`` [v] of its tokens (None: all).
     """
 
     network: Any
@@ -163,8 +164,8 @@ class Reading:
 @dataclass(frozen=True)
 class HeadReading(Reading):
     """A head that predicts states one after the other, bound to its target, with attention to a
-    ``window`` (0: to all); it may count positions without pictures (``skips``) and read pictures'
-    slots ``as_text``.
+    ``window`` (0: everywhere). It may count positions without pictures (``skips``) and read
+    pictures' slots ``as_text``.
     """
 
     network: BoundNetwork
@@ -202,8 +203,8 @@ class HeadReading(Reading):
 
 @dataclass(frozen=True)
 class BlockReading(Reading):
-    """A drafter of whole blocks of ``size`` places after the token ``mask``, the first of which
-    drafts, too, if it is the ``anchor``; layers see what ``reaches`` say (none: everything).
+    """A drafter of blocks of ``size`` places with the token ``mask``; the first place drafts, too,
+    if it is the ``anchor``. Layers attend within their ``reaches`` (empty: everywhere).
     """
 
     network: DFlash
@@ -242,7 +243,7 @@ class BlockReading(Reading):
         return seen.hidden if last and self.normed is None else seen.layers[number]
 
     def _network(self) -> DFlash:
-        """The network with the tokens that this reading has it draft."""
+        """The network, set to draft the tokens of this reading."""
         ids = self.network.ids
         if self.ids is None or ids is None or torch.equal(self.ids, ids):
             return self.network
@@ -256,8 +257,8 @@ class BlockReading(Reading):
 
 @dataclass(frozen=True)
 class LayerReading(Reading):
-    """MTP layers: each drafts at its depth, and the last one at all deeper levels, too. If they
-    pass on unnormed states, ``norms`` are applied before the head.
+    """MTP layers: each drafts at its depth, and the last one also at all deeper levels. If they
+    pass on states without a norm, ``norms`` are applied before the head.
     """
 
     network: MtpLayers
@@ -308,8 +309,8 @@ def reading_of(network: Any, target: VLMTarget) -> HeadReading | BlockReading | 
 
 @dataclass(frozen=True)
 class Followed:
-    """For each slot's draft at each depth: whether it is the target's own token, ``token`` [D, B,
-    L], and the ``overlap`` Σ min(p, q) with the target's distribution [D, B, L].
+    """For each slot's draft at each depth: whether it equals the target's token (``token`` [D, B,
+    L]), and its ``overlap`` Σ min(p, q) with the target's distribution [D, B, L].
     """
 
     seen: Evidence
@@ -323,13 +324,13 @@ class Followed:
 
     @property
     def sampled(self) -> float:
-        """Tokens a round at temperature 1, were all tokens as likely to be a root."""
+        """Tokens a round at temperature 1, if all tokens are equally likely to be roots."""
         products = self.seen.chains(self.overlap).cumprod(1)
         return 1 + float((products.sum(0) / self._there.sum(0).clamp(min=1)).sum())
 
     @property
     def by_depth(self) -> list[float]:
-        """How often a draft at each depth is accepted, given that those before it are."""
+        """How often a draft at each depth is accepted, given that all earlier drafts are."""
         accepted = self.seen.chains(self.token.float()).cumprod(1)
         tried = F.pad(accepted[:, :-1], (1, 0), value=1.0) * self._there
         shares: list[float] = (accepted.sum(0) / tried.sum(0).clamp(min=1)).tolist()
@@ -337,11 +338,11 @@ class Followed:
 
     @property
     def _there(self) -> Tensor:
-        """1 [R, D] where a chain's draft is of its answer, 0 past that."""
+        """1 [R, D] where a chain's draft belongs to its answer, 0 beyond."""
         return self.seen.chains(torch.ones_like(self.overlap))
 
     def parts(self) -> dict[str, float]:
-        """How often the first draft is accepted, by the part of the text that it belongs to."""
+        """How often the first draft is accepted, by the part of the text that it is in."""
         place, roots = self.seen.place.expand_as(self.token[0]), self.seen.roots
         begins = place < self.seen.begin[:, None]  # the root is an answer's first token
         middle = place[roots].float().median()
@@ -373,7 +374,7 @@ def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
 
 @torch.inference_mode()
 def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = LEVELS) -> Trace:
-    """The acceptance of drafts by rank: of the likeliest tokens for greedy answers, else of drafts
+    """The acceptance of drafts by rank: for greedy answers of the likeliest tokens, else of drafts
     drawn without replacement and verified in turn.
     """
     vocabulary = DrafterVocabulary(seen.probs.shape[-1], reading.ids)
@@ -411,7 +412,7 @@ def chances(p: Tensor, q: Tensor, given: Tensor, ranks: int, generator: torch.Ge
     ``given`` [R], drawn from ``p`` [R, V], and drafts are drawn from ``q`` [R, V] without
     replacement and verified in turn (:class:`specmm.verify.Recursive`).
 
-    An unbiased estimate: the rejected drafts are averaged over by drawing one each time.
+    An unbiased estimate: each rejected draft is drawn once instead of averaging over all.
     """
     at = given[:, None]
     probs = p.gather(1, at).clamp(min=1e-30)

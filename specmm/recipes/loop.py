@@ -3,8 +3,8 @@ a loss curve on disk.
 
 ``fit`` calls ``step(i)`` for i = 0, 1, …; a step draws its own batch from i alone, so that a
 resumed run continues exactly where the killed one stopped. Under ``torchrun`` or ``accelerate
-launch`` each process takes its :func:`share` of a batch's rows, and gradients are those of the
-whole batch.
+launch`` each process takes its :func:`share` of a batch's rows; gradients are those of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Run:
-    """How a training runs: ``steps`` of at most the learning rate ``lr``, reached after ``warmup``
-    steps, the gradients of ``accumulate`` batches each.
+    """How a training runs: ``steps`` steps with learning rates up to ``lr``, reached after
+    ``warmup`` steps, each with the gradients of ``accumulate`` batches.
 
-    ``out/checkpoint.pt`` is written every ``save_every`` seconds, at signals and at the end, the
-    one before it stays as ``previous.pt``. ``measure`` (if any) is called every ``measure_every``
-    steps, and the weights with the highest ``tau`` are kept in the end. ``made_of`` are facts by
-    name that must equal a checkpoint's. ``tracker`` is one of accelerate's, by name.
+    ``out/checkpoint.pt`` is written every ``save_every`` seconds, at signals and at the end; the
+    previous checkpoint stays as ``previous.pt``. ``measure`` (if any) is called every
+    ``measure_every`` steps, and the weights with the highest ``tau`` are the result. ``made_of``
+    are facts by name that must equal a checkpoint's. ``tracker`` is the name of one of accelerate's
+    trackers.
     """
 
     out: Path
@@ -67,7 +68,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The latest."""
+        """The latest checkpoint's file."""
         return self.out / "checkpoint.pt"
 
 
@@ -107,8 +108,8 @@ def share(rows: Rows) -> Rows:
 
 @contextmanager
 def one_first() -> Iterator[bool]:
-    """A block that the first process runs before the others, so that they find its files; yields
-    whether this is the first.
+    """A block that the first process runs before the others, which then find its files; yields
+    whether this is the first process.
     """
     processes = _processes()
     if processes is None:
@@ -139,16 +140,16 @@ def rank() -> tuple[int, int]:
 
 
 def own_device(name: str | None) -> str | None:
-    """``name``, or this process's card where there are several processes and cards."""
+    """``name``, or this process's GPU if there are several processes and GPUs."""
     if name is None and rank()[1] > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return name
 
 
 def _processes() -> Any:
-    """accelerate's state where there are several processes (``torchrun``, ``accelerate launch``).
+    """accelerate's state if there are several processes (``torchrun``, ``accelerate launch``).
 
-    Raises ``ValueError`` where it is not installed.
+    Raises ``ValueError`` if accelerate is not installed.
     """
     if rank()[1] == 1:
         return None
@@ -170,11 +171,11 @@ def fit(
 ) -> None:
     """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW, as ``run`` says.
 
-    A run that finds a checkpoint in its folder resumes, by as many threads as it was begun with.
-    With a learning rate for ``muon`` (https://kellerjordan.github.io/posts/muon) it trains the
-    matrices of numbered layers, which takes fewer steps. Raises ``ValueError`` when the loss or a
-    weight is no longer finite (the checkpoint stays good), where nothing can be written, and for a
-    checkpoint of another training.
+    A run that finds a checkpoint in its folder resumes, with its number of threads. If ``muon`` has
+    a learning rate, Muon (https://kellerjordan.github.io/posts/muon) trains the matrices of
+    numbered layers, which takes fewer steps. Raises ``ValueError`` if the loss or a weight is no
+    longer finite (the checkpoint stays good), if nothing can be written, and for a checkpoint of
+    another training.
     """
     run.out.mkdir(parents=True, exist_ok=True)
     loop = _Loop(model, step, run, _optimizers(model, run.lr, betas, weight_decay, muon), clip)
@@ -237,7 +238,7 @@ class _Loop:
         log.end()
 
     def _one(self, i: int, received: list[signal.Signals]) -> tuple[Losses, bool]:
-        """Step ``i``: its losses, and whether a process was told to stop."""
+        """Run step ``i``: its losses, and whether any process received a stop signal."""
         run = self.run
         factor = warmup_cosine(i, run.steps, run.warmup)
         for group, rate in zip(self._groups, self.rates, strict=True):
@@ -275,7 +276,7 @@ class _Loop:
         return summed
 
     def _measured(self) -> dict[str, float]:
-        """The measurements of this moment; the best weights are kept."""
+        """The current measurements; stores the best weights."""
         assert self.run.measure is not None
         self.model.eval()
         metrics = dict(self.run.measure())
@@ -286,7 +287,7 @@ class _Loop:
         return metrics
 
     def _check(self, loss: float, i: int) -> None:
-        """Raise ``ValueError`` where the loss of step ``i`` or a weight is not finite."""
+        """Raise ``ValueError`` if the loss of step ``i`` or a weight is not finite."""
         finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
         if not (finite and math.isfinite(loss)):
             checkpoint = self.run.checkpoint
@@ -368,7 +369,7 @@ def _optimizers(
 
 
 def _keep(file: Path, other: Path) -> None:
-    """Give ``file`` its ``other`` name as well, by a hard link if possible: it is never gone."""
+    """Give ``file`` the name ``other``, too, by a hard link if possible, so it always exists."""
     if file.exists():
         other.unlink(missing_ok=True)
         with suppress(OSError):
@@ -376,7 +377,7 @@ def _keep(file: Path, other: Path) -> None:
 
 
 def check_same(out: Path, made_of: Mapping[str, object]) -> None:
-    """Raise ``ValueError`` if the checkpoint in ``out`` was made with other facts ``made_of``;
+    """Raise ``ValueError`` if the checkpoint in ``out`` was made with other facts than ``made_of``;
     called before data are read, which takes minutes.
     """
     path = out / "checkpoint.pt"
@@ -412,7 +413,7 @@ def _read(path: Path) -> Any:
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """The signals that have asked to end the block, which ends itself; a second one ends it now."""
+    """The received signals to end: the block must end by itself; a second signal ends it now."""
     received: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals are the main thread's
@@ -434,7 +435,7 @@ def _signals() -> Iterator[list[signal.Signals]]:
 
 
 def _end(received: list[signal.Signals], run: Run, step: int) -> None:
-    """End the process as the signal asked."""
+    """End the process as the first of the ``received`` signals would have."""
     tqdm.write(f"stopped before step {step} of {run.steps}; {run.checkpoint} goes on from there")
     if signal.SIGTERM in received:
         raise SystemExit(128 + signal.SIGTERM)
@@ -442,8 +443,9 @@ def _end(received: list[signal.Signals], run: Run, step: int) -> None:
 
 
 class _Log:
-    """The log of a training: the bar, ``loss.csv`` with losses every :data:`RECORDED` steps and
-    measurements, and a tracker. Raises ``ValueError`` for a tracker that is not installed.
+    """The log of a training: the progress bar, ``loss.csv`` with measurements and, every
+    :data:`RECORDED` steps, losses, and a tracker. Raises ``ValueError`` for a tracker that is not
+    installed.
     """
 
     def __init__(self, run: Run, first: int, main: bool) -> None:
@@ -464,7 +466,7 @@ class _Log:
             self.tracker.init_trackers(run.out.name)
 
     def add(self, i: int, values: Mapping[str, float]) -> None:
-        """The ``values`` of step ``i``, if it has any that are recorded."""
+        """Log the ``values`` of step ``i``, if it is recorded."""
         if self.curve is None or not (i % RECORDED == 0 or "tau" in values):
             return
         self._write(self.curve, {"step": str(i), **{k: f"{v:.5f}" for k, v in values.items()}})
@@ -476,12 +478,12 @@ class _Log:
         self.bar.set_postfix(values_text, refresh=False)
 
     def end(self) -> None:
-        """After the last step."""
+        """Close the log after the last step."""
         if self.tracker is not None:
             self.tracker.end_training()
 
     def _write(self, curve: Path, row: Mapping[str, str]) -> None:
-        """A line of the curve, whose columns are those of its first line and the measurements."""
+        """Write a line of the curve; columns are those of its first line and the measurements."""
         new = not curve.exists()
         names = curve.read_text().partition("\n")[0].split(",") if not new else list(row)
         if new and self.run.measure is not None and "tau" not in names:
@@ -494,7 +496,7 @@ class _Log:
 
 
 def _forget(curve: Path, first: int) -> None:
-    """Drop lines that a killed run recorded from step ``first`` on, and an incomplete last line."""
+    """Drop the lines of a killed run from step ``first`` on, and an incomplete last line."""
     head, *rows = curve.read_text().splitlines(keepends=True) if first and curve.exists() else [""]
     earlier = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
     if not earlier:  # the next record begins a new curve

@@ -35,8 +35,8 @@ Tried: TypeAlias = Iterator[tuple[str, str, Any]]
 
 @dataclass(frozen=True)
 class Change:
-    """A changed reading of a drafter: its name (``named``), a ``hint`` about the mistake it points
-    to, and the ``reading``.
+    """A changed reading of a drafter: its name (``named``), a ``hint`` at the likely mistake, and
+    the ``reading``.
     """
 
     named: str
@@ -45,7 +45,7 @@ class Change:
 
 
 def changes(reading: Reading, seen: Evidence) -> Iterator[Change]:
-    """All changes that are tried for the drafter of ``reading``."""
+    """All changes to try for the drafter of ``reading``."""
     kinds: list[Callable[[Any, Evidence], Tried]] = [_of_states, _of_vocabulary]
     if isinstance(reading, LayerReading):
         kinds += [_of_layers]  # positions, tables and the order of rotary pairs are the target's
@@ -65,7 +65,7 @@ def _head(reading: Reading) -> Any:
 
 
 def _of_states(reading: Reading, seen: Evidence) -> Tried:
-    """Changes of the states that are read, and of the token that they belong to."""
+    """Changes of the states that it reads, and of the tokens that these belong to."""
     layers, most = reading.layers, len(seen.layers)
     for by, where, counted in (
         (1, "low", "states before layers, or from 1"),
@@ -97,7 +97,7 @@ def _of_states(reading: Reading, seen: Evidence) -> Tried:
 
 
 def _of_vocabulary(reading: Reading, seen: Evidence) -> Tried:
-    """Changes of the tokens that logits stand for."""
+    """Changes of the tokens for which logits stand."""
     ids = reading.ids
     if ids is None:
         return
@@ -171,7 +171,7 @@ def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
 
 
 def _of_layers(reading: LayerReading, seen: Evidence) -> Tried:
-    """Changes of MTP layers: which one drafts, the order of inputs, the states passed on."""
+    """Changes of MTP layers: their order, the order of inputs, the states that they pass on."""
     layers = reading.network
     stack: list[Any] = list(layers.model.layers)
     norms = relayered(layers, stack, lambda layer: {"enorm": layer.hnorm, "hnorm": layer.enorm})
@@ -203,7 +203,7 @@ def relayered(
 
 
 def _swapped(layer: Any) -> dict[str, Any]:
-    """The config of an MTP layer that reads token and state in the other order."""
+    """The parts of an MTP layer that reads token and state in reversed order."""
     config = copy.copy(layer.config)
     config.mtp_hidden_states_first = not getattr(config, "mtp_hidden_states_first", False)
     return {"config": config}
@@ -292,14 +292,14 @@ def _thetas(theta: float, target: VLMTarget) -> list[float]:
 
 
 def sharing(module: Any) -> Any:
-    """A copy of ``module`` on the same weights, of which parts may be replaced."""
+    """A copy of ``module`` that shares its weights; its parts may be replaced."""
     clone = copy.copy(module)
     clone._modules = dict(module._modules)
     return clone
 
 
 def altered(head: Any, **config: Any) -> Any:
-    """``head`` on the same weights, with these values in its ``config``; parts may be replaced."""
+    """A copy of ``head`` that shares weights, with changes in ``config``; parts may be replaced."""
     clone = sharing(head)
     clone.config = replace(head.config, **config)
     return clone
@@ -307,7 +307,7 @@ def altered(head: Any, **config: Any) -> Any:
 
 @torch.no_grad()
 def repaired(head: Any, inverse: bool) -> Any:
-    """A copy of ``head`` with rotary pairs of neighbours as pairs of halves; or ``inverse``."""
+    """A copy of ``head`` with rotary pairs of neighbours made pairs of halves, or ``inverse``."""
     clone = copy.deepcopy(head)
     for layer in clone.layers:
         for name, values in layer.self_attn.named_parameters():
@@ -320,7 +320,7 @@ def repaired(head: Any, inverse: bool) -> Any:
 
 @torch.no_grad()
 def swapped(head: Any) -> Any:
-    """A copy of ``head`` that reads token and state in the other order."""
+    """A copy of ``head`` that reads token and state in reversed order."""
     clone = copy.deepcopy(head)
     readers: list[nn.Linear] = [clone.fc]
     if not isinstance(head, MSDHead):

@@ -65,7 +65,7 @@ def to_float(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_views(encode: Callable[[Tensor], Tensor], images: Tensor, batch: int = 64) -> Tensor:
-    """Pictures [M, R, R, 3] uint8 and their mirror images, encoded: [M, 2, ...]."""
+    """Encodings [M, 2, ...] of pictures [M, R, R, 3] uint8 and their mirror images."""
     rows = []
     for first in trange(0, len(images), batch, desc="encode", mininterval=5):
         x = to_float(images[first : first + batch])

@@ -5,8 +5,8 @@
     [settings]
     steps = 1500
 
-The function's annotations say what a setting must be. ``Annotated[int, 1]`` is at least 1,
-``Annotated[float, 0, 1]`` at most 1, too; a setting that may be ``None`` can be left out. Settings
+The function's annotations define the settings: ``Annotated[int, 1]`` is at least 1,
+``Annotated[float, 0, 1]`` also at most 1; a setting that may be ``None`` can be left out. Settings
 that several trainings share are the fields of a dataclass. ``open`` names the function that reads
 ``data``.
 """
@@ -62,7 +62,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Recipe:
-    """``train`` names the training's function, ``open`` the one that reads its ``data``.
+    """``train`` names the training's function, ``open`` the function that reads its ``data``.
 
     ``chosen`` are the settings that the user gave.
     """
@@ -74,7 +74,7 @@ class Recipe:
     chosen: frozenset[str] = field(default=frozenset())
 
     def function(self) -> Callable[..., Found]:
-        """The training, imported now."""
+        """The training's function, imported now."""
         if any(place.startswith("recipes.") for place in (self.train, self.open)):
             _import_checkout()
         function: Callable[..., Found] = named(self.train)
@@ -101,7 +101,7 @@ class Recipe:
         return replace(self, settings={**self.settings, **given}, chosen=self.chosen | set(given))
 
     def run(self) -> Found:
-        """Train; raises ``ValueError`` for settings that are missing or do not fit."""
+        """Run the training; raises ``ValueError`` for missing or invalid settings."""
         function = self.function()
         settings: dict[str, Any] = {}
         for name, kind in self.kinds().items():
@@ -127,13 +127,13 @@ class Recipe:
 
 
 def recipes() -> dict[str, Path]:
-    """The config files by name: the package's, and in a checkout those of the pocket models."""
+    """The config files by name: the package's and, in a checkout, the pocket models'."""
     places = [SHIPPED, CHECKOUT] if (CHECKOUT / "coder.toml").is_file() else [SHIPPED]
     return {file.stem: file for place in places for file in sorted(place.glob("*.toml"))}
 
 
 def load(name: str) -> Recipe:
-    """The recipe of a name or of a config file; raises ``ValueError`` for one that is none."""
+    """The recipe ``name``, a name or a config file; raises ``ValueError`` if there is none."""
     is_file = name.endswith(".toml")
     files = recipes()
     if not is_file and name not in files:
@@ -168,10 +168,10 @@ def train(name: str, **settings: Any) -> Found:
 
 
 def beside(model: str, folder: Path) -> Path:
-    """``folder`` of a model that a training adds a drafter to.
+    """The ``folder`` of a model to which a training adds a drafter.
 
-    Raises ``ValueError`` for a shipped model, by name or by its installed folder, since all users
-    share its files.
+    Raises ``ValueError`` for a shipped model (by name or installed folder), whose files all users
+    share.
     """
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     if model.startswith("pocket/") or any(
@@ -200,7 +200,7 @@ def _hints(thing: Any) -> dict[str, Any]:
 
 
 def _fields(hint: Any) -> dict[str, Any]:
-    """The settings of a dataclass of them."""
+    """The settings that are fields of the dataclass ``hint``."""
     return _hints(hint) if is_dataclass(hint) and hint is not Places else {}
 
 
@@ -209,7 +209,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _fitting(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind`` wants it; a text, as a command line gives it, is parsed."""
+    """``value`` converted to ``kind``; a text, as from a command line, is parsed."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         if value is None:
             return None

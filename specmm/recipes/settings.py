@@ -63,11 +63,10 @@ class Training:
     device: str | None
 
     def begun(self, model: str, kind: str, recipe: Recipe) -> Begun:
-        """Begin the training of a drafter of method ``kind`` for ``model``.
+        """Begin training a drafter of method ``kind`` for ``model``.
 
         Raises ``ValueError`` for an unknown model, for folders that cannot be written, for an
-        existing drafter that is not to be replaced, and for a run that was begun with other
-        settings.
+        existing drafter that is not to be replaced, and for a run that began with other settings.
         """
         folder = beside(model, find_target(model))
         place = folder / "drafters" / KINDS[kind].place
@@ -93,7 +92,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Targeted(Training):
-    """A training on the states of a target, which is loaded and measured as for serving."""
+    """A training on the states of a target; settings of the target's loading and measuring."""
 
     loss: str
     epochs: Amount | None
@@ -119,7 +118,7 @@ def load_frozen(
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """The facts that must not change when a run resumes: the version, settings by name."""
+    """The facts that must not change when a run resumes: the version, and settings by name."""
     facts = {"specmm": __version__}
     for name, value in recipe.settings.items():
         if name not in APART:
@@ -150,8 +149,8 @@ def sees(folder: Path) -> bool:
 @dataclass(frozen=True)
 class Lessons:
     """The data of a drafter's training: ``rows``, with a digest ``key`` and a function ``read``
-    that makes batches; ``said`` returns how often each token [V] is a token to draft. Acceptance is
-    measured on answers to the held-out ``prompt``, which end with ``ends``.
+    that makes batches; ``said`` returns how often each token [V] occurs as a token to draft.
+    Acceptance is measured on answers to the held-out ``prompt``, which end with ``ends``.
     """
 
     rows: Sequence[Any]
@@ -163,7 +162,7 @@ class Lessons:
     lengths: Sequence[int] = ()
 
     def vocabulary(self, most: int) -> Tensor | None:
-        """The ``most`` frequent tokens, or all that occur where they are fewer; None for 0."""
+        """The ``most`` frequent tokens, or all that occur if they are fewer; None for 0."""
         if not most:
             return None
         counts = self.said()
@@ -202,7 +201,7 @@ class Begun:
         return load_tokenizer(weights_folder(self.folder))
 
     def mask(self, given: int | None) -> int:
-        """The mask token; raises ``ValueError`` where the tokenizer has none and none is given."""
+        """The mask token, ``given`` or the tokenizer's; raises ``ValueError`` without either."""
         mask = self.tokenizer.mask_token_id if given is None else given
         if mask is None:
             raise ValueError(
@@ -218,8 +217,8 @@ class Begun:
         return math.ceil(args.epochs * len(rows) / each) if args.epochs else int(args.steps)
 
     def run(self, lessons: Lessons, drafter: Any, network: nn.Module, **more: Any) -> Run:
-        """The loop over the ``lessons``, with measurements of the ``drafter`` while its ``network``
-        learns; ``more`` override the training's settings.
+        """The training loop over ``lessons``, with measurements of the ``drafter`` while its
+        ``network`` learns; ``more`` override the training's settings.
         """
         args = self.training
         facts = {**self.facts, "rows learnt": lessons.key, "target": digest(self.target.model)}
@@ -239,8 +238,8 @@ class Begun:
         clip: float = 1.0,
         **more: Any,
     ) -> Found:
-        """Train the ``drafter``, or a ``network`` of it, by the ``loss`` on the target's states on
-        ``lessons``, of which the drafter reads ``layers``; then ``save`` writes it.
+        """Train the ``drafter``, or its ``network``, by the ``loss`` on the target's states (of
+        ``layers``) on ``lessons``; then ``save`` writes it.
         """
         args = self.training
         network = drafter if network is None else network
@@ -253,8 +252,8 @@ class Begun:
     def tau(
         self, drafter: Any, network: nn.Module, lessons: Lessons
     ) -> Callable[[], dict[str, float]]:
-        """The function that measures the ``drafter`` while its ``network`` learns: tokens a round
-        of greedy answers to held-out questions of ``lessons``, drafted in chains.
+        """A function that measures the ``drafter`` while its ``network`` learns: tokens a round of
+        greedy answers, drafted in chains, to the held-out questions of ``lessons``.
         """
         target, prompt = self.target, lessons.prompt
         method = methods.make(methods.GENERATE, self.place.name)
@@ -279,7 +278,7 @@ class Begun:
             head.acceptance = acceptance_of(target, head, [lessons.prompt], lessons.ends)
 
     def end(self, save: Callable[[], object], run: Run) -> Found:
-        """The training's results, which the first process writes by ``save``."""
+        """The training's results; the first process writes them by ``save``."""
         with one_first() as first:
             if first:
                 save()

@@ -1,5 +1,5 @@
-"""The data of drafters' trainings, by recipes' settings: chats, texts, or texts and chats that the
-target makes up.
+"""The data of drafters' trainings, as recipes' settings name them: chats, texts, or texts and chats
+that the target makes up.
 
 Shape letters: R rows, L tokens of a row.
 """
@@ -41,7 +41,7 @@ PROMPT = 64  # tokens of a text's beginning that is continued to measure accepta
 
 @dataclass(frozen=True)
 class Data:
-    """Chats: files or folders of them, and how they are read."""
+    """Settings for chats: their files or folders, and how they are read."""
 
     data: Places
     held_out: Share
@@ -57,7 +57,7 @@ class Data:
         seed: int,
         unanswered: bool = False,
     ) -> Conversations:
-        """The chats for the model in ``folder``, which ``load`` loads if they need it; with
+        """The chats for the model in ``folder``, which ``load`` loads if needed; with
         ``unanswered`` the model fills in empty answers.
 
         Raises ``ValueError`` if no chat can be used.
@@ -92,8 +92,8 @@ def _known(folder: Path) -> tuple[Any, list[int]]:
 
 @dataclass(frozen=True)
 class Source(Data):
-    """Chats, or texts for models that read text alone; the target itself answers or continues a
-    share ``drawn`` of them.
+    """Settings for chats or, for text models, texts; the target itself answers or continues a share
+    ``drawn`` of them.
     """
 
     text: list[Path]
@@ -103,9 +103,9 @@ class Source(Data):
     answer_tokens: Count
 
     def lessons(self, begun: Begun) -> Lessons:
-        """The data of a drafter's training; the first process makes the drawn part.
+        """The data of a drafter's training; the first process generates the drawn part.
 
-        Raises ``ValueError`` for settings of another kind of model, and without any data.
+        Raises ``ValueError`` for settings that do not suit the model, and without any data.
         """
         settings = {"data": self.data.places, "text": self.text, "chats": self.chats}
         given = [name for name, value in settings.items() if value]
@@ -132,7 +132,7 @@ class Source(Data):
         return replace(lessons_of(opened, rows, training.scenes), lengths=lengths)
 
     def _texts(self, begun: Begun) -> Lessons:
-        """Rows of texts; of given ones the last share is held out."""
+        """Training data from texts; the last share of given texts is held out."""
         words, target = begun.tokenizer, begun.target
         out, seed, scenes = begun.training.out, begun.training.seed, begun.training.scenes
         count = self.rows or TEXT_ROWS
@@ -159,9 +159,7 @@ class Source(Data):
 
 
 def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lessons:
-    """The data of a drafter's training from ``rows`` of chats ``opened``, measured on ``scenes``
-    held-out questions.
-    """
+    """The data of a drafter's training from ``rows``; measured on ``scenes`` held-out questions."""
     key = key_of(chat.said for chat in rows)
     reader = opened.reader
     prompt = opened.prompts(scenes)

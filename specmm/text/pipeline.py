@@ -98,9 +98,9 @@ class TextPipeline(Pipeline):
         """Continue one prompt or a batch of them, whatever their lengths, or ``messages``.
 
         ``options``: see :class:`specmm.hf.prompts.options.Options`; ``chat`` is off by default. A
-        text depends on its own random stream, not on the batch (but auto plans for the batch).
-        ``streamer`` gets a single text's ids, as transformers' do, but not the prompt's: leave its
-        ``skip_prompt`` off. Raises ``ValueError`` for prompts, options and methods that do not fit.
+        text depends on its own random stream, not on the batch (though auto chooses for the batch).
+        ``streamer`` gets a single text's ids, but not the prompt's: leave its ``skip_prompt`` off.
+        Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):
             given = self.options(options)
@@ -156,7 +156,7 @@ class TextPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def begin(self, prompts: str | Sequence[str] | None = None, **options: Any) -> Run:
-        """A run that has decoded nothing yet, for callers that play its rounds one by one."""
+        """A run before its first round, for callers that run its rounds one by one."""
         return self._start(self.options(options), prompts)
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
@@ -206,7 +206,7 @@ class TextPipeline(Pipeline):
         return ids
 
     def templated(self, question: str) -> str:
-        """``question`` in the model's chat template; raises ``ValueError`` where it has none."""
+        """``question`` in the model's chat template; raises ``ValueError`` if it has none."""
         return self._templated(Chat.of([{"role": "user", "content": question}]))
 
     def _templated(self, chat: Chat) -> str:
@@ -221,7 +221,7 @@ class TextPipeline(Pipeline):
         return written(chat, write, (joined, as_parts))
 
     def _work(self, prompts: str | Sequence[str] | None, options: Options) -> Work | None:
-        """The timing record of such a call, if it decides whether the call is compiled."""
+        """The timing record of such calls, if it decides whether they are compiled."""
         if options.compiled != "auto" or self.captures(options):
             return None  # a graph pays within a few rounds
         method = options.chosen(methods.TEXT, self.method)
@@ -231,7 +231,7 @@ class TextPipeline(Pipeline):
         return self.works.of(self.model, key)
 
     def _pays(self, work: Work, prompts: str | Sequence[str] | None, options: Options) -> bool:
-        """Whether a call is compiled, and can be."""
+        """Whether compiling the call pays and is possible."""
         most = options.max_new_tokens * self._rows(prompts, options)
         method = options.chosen(methods.TEXT, self.method)
         quick = replace(options, compiled=True)
@@ -243,7 +243,7 @@ class TextPipeline(Pipeline):
 
 
 def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:
-    """The model in ``folder`` and its tokenizer; a vision-language model answers without seeing."""
+    """The model in ``folder`` and its tokenizer; vision-language models answer without pictures."""
     try:
         return load_target(folder, dtype, **options)
     except ValueError:

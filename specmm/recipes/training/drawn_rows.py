@@ -1,4 +1,4 @@
-"""Rows of text drawn by the target itself: texts that it continues, or whole conversations that an
+"""Rows of text drawn by the target itself: continuations of texts, or whole conversations that an
 instructed model makes up by continuing its own chat template, first a question, then its answer
 (Magpie, arXiv 2406.08464).
 
@@ -40,7 +40,7 @@ MARK = "\0"
 
 
 def made_by(model: nn.Module, *facts: Any) -> str:
-    """Sixteen hexadecimal digits of all that texts made by ``model`` depend on."""
+    """Sixteen hexadecimal digits of everything on which texts by ``model`` depend."""
     facts_text = repr((__version__, digest(model), *facts))
     return hashlib.sha256(facts_text.encode()).hexdigest()[:16]
 
@@ -55,7 +55,7 @@ def drawn_rows(
 ) -> Tensor:
     """``prompts`` [R, P] continued by the target to rows [R, L], at ``temperatures`` in turn.
 
-    Kept in ``out`` batch by batch, so that an interrupted run continues.
+    Stored in ``out`` batch by batch, so that an interrupted run continues.
     """
     prompts_digest = hashlib.sha256(prompts.long().numpy().tobytes()).hexdigest()
     place = out / f"drawn-{made_by(target.model, prompts_digest, length, list(temperatures), seed)}"
@@ -77,9 +77,9 @@ def drawn_rows(
 def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int = 0) -> Tensor:
     """Rows [R, L] full of conversations, one after the other.
 
-    Kept in ``out`` batch by batch, so that an interrupted run continues. Raises ``ValueError`` for
-    a model without a chat template, a template that begins with the question, and a model that asks
-    nothing.
+    Stored in ``out`` batch by batch, so that an interrupted run continues. Raises ``ValueError``
+    for a model without a chat template, a template that begins with the question, and a model that
+    makes up no questions.
     """
     words = (pipe.tokenizer.chat_template, pipe.tokenizer.get_vocab())
     place = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
@@ -113,7 +113,7 @@ def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
 
 
 def _questions(pipe: TextPipeline, seeds: list[int]) -> tuple[list[str], list[int]]:
-    """Questions that the model makes up, one for each of ``seeds``, without those left empty."""
+    """Questions that the model makes up, one for each of ``seeds``, without empty questions."""
     before, after = pipe.templated(MARK).split(MARK)
     before = before.removeprefix(pipe.tokenizer.bos_token or "")
     if not before:

@@ -1,7 +1,7 @@
 """The target's states on texts and chats, from which drafters learn.
 
 The target's states are computed when a batch is first used. A limited number of bytes is stored on
-the disk, other states are computed anew each time, so that memory does not grow with the rows.
+disk; other states are recomputed each time, so that memory does not grow with the rows.
 
 Shape letters: B batch, L positions, F layers read, C width.
 """
@@ -39,9 +39,9 @@ Read = Callable[[Any], tuple[VLMPrompt, Tensor]]
 @dataclass(frozen=True)
 class Seen:
     """The target's states on a batch: ``embeddings`` [B, L, C] of the next positions, ``context``
-    [B, L, F·C] of the layers read (with none: ``hidden``), the last states ``hidden`` [B, L, C],
-    the ``mask`` [B, L] of slots whose next tokens are learnt, and ``tokens`` [B, L]. ``image`` [B,
-    L] tells which next positions are pictures'.
+    [B, L, F·C] of the layers read (without layers: ``hidden``), the last states ``hidden`` [B, L,
+    C], the ``mask`` [B, L] of slots whose next tokens are learnt, and ``tokens`` [B, L]. ``image``
+    [B, L] marks next positions in pictures.
     """
 
     embeddings: Tensor
@@ -53,7 +53,7 @@ class Seen:
 
     @property
     def learnt(self) -> Tensor:
-        """A mask [B, L] of the tokens that are learnt; never the first, which no slot drafts."""
+        """A mask [B, L] of learnt tokens; never the first token, which no slot drafts."""
         return F.pad(self.mask[:, :-1], (1, 0))
 
     @torch.inference_mode(False)
@@ -92,7 +92,7 @@ def seen_of(
 
 class KeptStates:
     """The stored states of batches, by number: at most ``limit`` bytes in ``folder``, which is
-    created anew and removed at the end.
+    created empty and removed at the end.
     """
 
     def __init__(self, folder: Path, limit: float) -> None:
@@ -132,8 +132,7 @@ class SeenRows:
 
     The drafter reads ``layers`` of it. At most ``keep`` GiB of states are stored in ``out``. Rows
     of similar ``lengths`` (none: all equal) form a batch, which otherwise would be half padding.
-    Batches come in another order every epoch; an epoch's last batch is filled up with its first
-    rows.
+    Batches are reordered every epoch; an epoch's last batch is filled up with its first rows.
     """
 
     def __init__(
