@@ -29,7 +29,7 @@ CLOCK = (
 
 
 def model_menu(models: AppModels, kind: Kind) -> gr.Dropdown:
-    """The models of a kind; any name may be typed where that is allowed."""
+    """The menu of a kind's models; any name may be typed if that is allowed."""
     names = models.names[kind]
     return gr.Dropdown(
         names,
@@ -42,7 +42,7 @@ def model_menu(models: AppModels, kind: Kind) -> gr.Dropdown:
 
 
 def method_menus(models: AppModels, kind: Kind, name: str) -> tuple[gr.Dropdown, gr.Dropdown]:
-    """The two methods of a model that race; options may be typed: NAME(KEY=VALUE, …)."""
+    """Menus of the two methods that race; options may be typed: NAME(KEY=VALUE, …)."""
     known = models.methods(kind, name)
     given: dict[str, Any] = {"allow_custom_value": True, "min_width": NARROW}
     plain = gr.Dropdown(known, value=str(AR.name), label="First method", **given)
@@ -51,7 +51,7 @@ def method_menus(models: AppModels, kind: Kind, name: str) -> tuple[gr.Dropdown,
 
 
 def parameter_boxes(defaults: Mapping[str, Any]) -> list[Any]:
-    """Text boxes for a model's parameters; the boxes that it does not need are hidden."""
+    """Text boxes for a model's parameters; unneeded boxes are hidden."""
     boxes = []
     for i in range(MOST_PARAMETERS):
         name = list(defaults)[i] if i < len(defaults) else ""
@@ -73,7 +73,7 @@ def raced(
     """Yields the lanes that ``make`` creates whenever they should be shown, finally when both have
     ended.
 
-    A lane with a new key runs a few rounds first, so that loading and planning do not count.
+    A lane with a new key first runs a few rounds, so that loading and planning do not count.
     """
     for key, each in zip(keys, make, strict=True):
         if key not in models.warmed:
@@ -135,7 +135,7 @@ class Trace:
 
     @property
     def longest(self) -> int:
-        """The number, from 1, of the round with most accepted drafts, and a rejected one if any."""
+        """The number, from 1, of the longest accepted round, if possible with a rejected draft."""
         lengths = [sum(node.kept for node in nodes) for nodes in self.rounds]
         mixed = [
             sum(n.kept for n in nodes) * (not all(n.kept for n in nodes)) for nodes in self.rounds

@@ -31,7 +31,7 @@ _workers: WeakKeyDictionary[Any, queue.SimpleQueue[Callable[[], None]]] = WeakKe
 
 
 class Stopped(Exception):
-    """Ends a lane's run, when the user has left or the rest is not needed."""
+    """Raised to end a lane's run if the user has left or its rest is not needed."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ def _work(tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
 class PictureLane:
     """``pipe`` drawing one picture by ``method`` in a thread, which runs only within ``advance``.
 
-    ``counts`` are the tokens made after each round, ``state`` is the last round's report.
+    ``counts`` are the tokens after each round, ``state`` is the last round's report.
     """
 
     def __init__(self, pipe: Any, method: Any, call: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class AnswerOutput:
 class TextLane:
     """An answer by ``method``: ``begin`` prepares the run on ``pipe``, outside the clock.
 
-    ``pieces`` are texts so far, each with whether it is of accepted drafts.
+    ``pieces`` are the texts so far, each with whether it comes from accepted drafts.
     """
 
     def __init__(self, pipe: Any, method: Any, begin: Callable[[], Run]) -> None:
@@ -188,7 +188,7 @@ class TextLane:
 
 
 def warm_up(lane: Racer) -> None:
-    """A few rounds whose seconds do not count: they load, plan and allocate."""
+    """Run a few untimed rounds, in which models are loaded, planned and allocated."""
     try:
         while lane.out is None and len(lane.counts) < WARM_UP:
             lane.advance(0.0)
@@ -197,5 +197,5 @@ def warm_up(lane: Racer) -> None:
 
 
 def generator(pipe: Any, seed: int) -> torch.Generator:
-    """The random numbers of ``seed``."""
+    """The generator of ``seed`` for a run of ``pipe``."""
     return torch.Generator(pipe.device).manual_seed(seed)

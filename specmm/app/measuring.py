@@ -18,7 +18,7 @@ COLUMNS = ("method", "speedup", "seconds a picture", "tau", "certificate")
 
 
 def benchmark(models: AppModels) -> None:
-    """Fill the tab."""
+    """Add the tab's components and their events."""
     name = models.names["images"][0]
     with gr.Row():
         model = model_menu(models, "images")

@@ -26,7 +26,7 @@ TEXT_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Start:
-    """Initial values of a model's tab: the question or prompt ``asked``, and the ``method`` that
+    """Initial values of a model's tab: the question or prompt (``asked``), and the ``method`` that
     races against plain decoding.
     """
 
@@ -49,11 +49,11 @@ STARTS = {
 
 
 class AppModels:
-    """The pocket models and the folders or hub ids ``extra``, by kind; with ``only``, those alone.
+    """The pocket models and the folders or hub ids ``extra``, by kind; with ``only``, just the
+    latter.
 
-    With ``anything`` users may type the names of other models, which are then loaded: not for an
-    app that strangers can reach. ``text_encoder`` reads the prompts of LlamaGen's text-to-image
-    models.
+    With ``anything`` users may load other models by typing their names: not for an app that
+    strangers can reach. ``text_encoder`` reads the prompts of LlamaGen's text-to-image models.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class AppModels:
         return kinds
 
     def get(self, kind: Kind, name: str) -> Any:
-        """The pipeline of a model. Raises ``ValueError`` for a model of another kind, an unlisted
-        one if only listed ones are served, and one that cannot be loaded.
+        """The pipeline of a model. Raises ``ValueError`` for a model of another kind, for an
+        unlisted model if only listed models are served, and if it cannot be loaded.
         """
         if name not in self.names[kind]:
             listed = ", ".join(self.names[kind]) or "(there are none)"
@@ -107,7 +107,7 @@ class AppModels:
         return self._twins[name]
 
     def methods(self, kind: Kind, name: str) -> list[str]:
-        """For a menu: the methods that this model can run here with streamed answers."""
+        """The methods, for a menu, that this model can run here with streamed answers."""
         pipe = self.get(kind, name)
         registry = methods_of(kind, local(name))
         streaming = [method for method in registry if registry.get(method).streams]
@@ -166,16 +166,16 @@ def value_of(name: str, text: str, own: Any) -> Any:
 
 def changed(own: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
     """The parameters whose ``texts`` differ from a model's ``own`` values; an empty text stands for
-    the model's value.
+    the own value.
 
-    Raises ``ValueError`` for texts of another kind.
+    Raises ``ValueError`` for texts that are not values of the parameter's type.
     """
     given = {name: text for name, text in texts.items() if text.strip() and text != str(own[name])}
     return {name: value_of(name, text, own[name]) for name, text in given.items()}
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether the weights are on this machine: some come in packages."""
+    """Whether the model's weights are on this machine; some come in packages."""
     if is_composed(folder):
         return not missing_parts(folder)
     return not (is_packaged(folder) and missing_packages(folder))

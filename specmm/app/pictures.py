@@ -35,7 +35,7 @@ LONGEST = 500  # letters of a prompt
 
 
 def pictures(models: AppModels) -> None:
-    """Fill the tab."""
+    """Add the tab's components and their events."""
     name = models.names["images"][0]
     with gr.Row():
         model = model_menu(models, "images")
@@ -84,7 +84,7 @@ def _class_menu(models: AppModels, name: str) -> gr.Dropdown:
 
 
 def renewed(models: AppModels, name: str) -> list[Any]:
-    """The settings of another model."""
+    """Updates of the settings for another model."""
     return [
         _class_menu(models, name),
         gr.Textbox(visible=not classes_of(models, name)),
@@ -103,7 +103,7 @@ def classes_of(models: AppModels, name: str) -> list[str]:
 
 
 def _side(label: str) -> list[Any]:
-    """Picture, line, tokens and file of one method."""
+    """Components of one method: picture, line, tokens and file."""
     given: dict[str, Any] = {"interactive": False, **PLAIN}
     with gr.Column(min_width=NARROW):
         picture = gr.Image(
@@ -159,7 +159,7 @@ def drawn(
 
 
 def _seen(lane: PictureLane, name: str, model: str, subject: str, seed: int) -> list[Any]:
-    """Picture, line, tokens and file of a lane."""
+    """A lane's values of the components of :func:`_side`."""
     total = lane.pipe.grid**2 or "?"
     if lane.pipe.plans == "scales":
         total = len(lane.pipe.transformer.config.patch_nums)

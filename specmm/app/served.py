@@ -28,7 +28,7 @@ from specmm.vlm.pictures import open_image
 
 
 class Served:
-    """The models of the server at ``url``, asked with a ``key`` if it wants one.
+    """The models of the server at ``url``, with an API ``key`` if it needs one.
 
     Raises ``ValueError`` for a server that lists no models.
     """
@@ -45,8 +45,8 @@ class Served:
             ) from error
 
     def answer(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yields the answer so far and, from a specmm server, a line on how it was made ("" until
-        it is sent).
+        """Yields the answer so far and, from a specmm server, a line about its method ("" until it
+        is sent).
 
         Raises ``ValueError`` with the server's own sentence.
         """

@@ -26,11 +26,10 @@ Named = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Node:
-    """A draft, or the root (``parent`` -1), or the token that ended the round (``drawn`` is then
-    False).
+    """A draft, the root (``parent`` -1), or the token that ended the round (not ``drafted``).
 
-    ``q`` is the drafter's probability of it, None where it was chosen and not drawn; ``p`` the
-    target's; ``accept`` the rule's chance to keep it when it is tested.
+    ``q`` is the drafter's probability of it, None if it was chosen, not drawn; ``p`` is the
+    target's; ``accept`` is the probability that the rule keeps it when it is tested.
     """
 
     token: int
@@ -44,7 +43,7 @@ class Node:
 
 @torch.inference_mode()
 def nodes_of(round_: DecodedRound) -> list[Node]:
-    """The first row's nodes by number, and at last the recovered or bonus token."""
+    """The first row's nodes by number, followed by the recovered or bonus token."""
     tree, probs, rule, result = round_
     accept = rule.decisions(tree, probs).accept[0].tolist()
     parents = tree.shape.parents[0].tolist()
@@ -114,7 +113,7 @@ def drawing_of(nodes: Sequence[Node], named: Named) -> str:
 
 
 def _places(nodes: Sequence[Node]) -> list[tuple[float, float]]:
-    """x and y of every node: leaves one below the other, parents amid their children."""
+    """x and y of every node: leaves one below the other, parents centred on their children."""
     children: list[list[int]] = [[] for _ in nodes]
     depths = [0] * len(nodes)
     for n, node in enumerate(nodes[1:], 1):

@@ -44,7 +44,7 @@ LEGEND = "Marked: accepted drafts. The rest are the model's own tokens."
 
 
 def questions(models: AppModels) -> None:
-    """Fill the tab of questions about pictures."""
+    """Add the components of the tab of questions about pictures."""
     with gr.Row():
         with gr.Column(min_width=NARROW):
             picture = gr.Image(
@@ -73,7 +73,7 @@ def questions(models: AppModels) -> None:
 
 
 def completion(models: AppModels) -> None:
-    """Fill the tab of texts to continue."""
+    """Add the components of the tab of texts to continue."""
     model = model_menu(models, "text")
     start = models.start("text", models.names["text"][0])
     prompt = gr.Textbox(start.asked, label="Text to continue", lines=2, max_length=LONGEST)
@@ -81,7 +81,7 @@ def completion(models: AppModels) -> None:
 
 
 def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) -> None:
-    """The rest of a tab: methods, both sides and the trace."""
+    """Add the rest of a tab: methods, both sides and the trace."""
     name = models.names[kind][0]
     with gr.Row():
         first, second = method_menus(models, kind, name)
@@ -117,7 +117,7 @@ def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) ->
 
 
 def _side() -> list[Any]:
-    """Line and answer of one method."""
+    """Components of one method: line and answer."""
     with gr.Column(min_width=NARROW):
         return [gr.HTML("", elem_classes="line", min_height=60), gr.HTML("", min_height=60)]
 
@@ -172,7 +172,7 @@ def _named(scene: str) -> str:
 
 
 def opened(file: str) -> Any:
-    """An uploaded picture; errors name it by the user's file name."""
+    """An uploaded picture; errors give the user's name of the file."""
     try:
         return open_image(file)
     except ValueError as error:
@@ -180,13 +180,13 @@ def opened(file: str) -> Any:
 
 
 def opened_path(file: str) -> str:
-    """``file``, which can be opened as a picture."""
+    """``file``, after checking that it can be opened as a picture."""
     opened(file)
     return file
 
 
 def short(text: str) -> str:
-    """``text``; raises an error if it is longer than the app serves."""
+    """``text``; raises an error if it is longer than the app allows."""
     if not text.strip() or len(text) > LONGEST:
         raise ValueError(f"write 1 to {LONGEST} letters, got {len(text.strip())}")
     return text

@@ -1,8 +1,8 @@
-"""Chats as people keep them, in one form.
+"""Reads chats in common file formats into one form.
 
 A row is our own (``question``, ``answer``), ShareGPT's (``conversations`` of ``from`` and
-``value``) or has ``messages`` as OpenAI and transformers write them. Files hold an array of JSON,
-lines of JSON or parquet; a folder holds such files, or is one that ``datasets`` saved.
+``value``) or has ``messages`` as OpenAI and transformers write them. Files hold a JSON array, JSON
+lines or parquet; a folder holds such files, or was saved by ``datasets``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Message = dict[str, Any]  # role, content (parts) and, where there are any, thos
 
 
 class Unusable(ValueError):
-    """A row that nothing can be learnt from; rows of one ``kind`` of fault are counted together."""
+    """A row from which nothing can be learnt; rows with one ``kind`` of fault are counted."""
 
     place = ""
 
@@ -67,7 +67,7 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``place`` is
+    """``messages``, whose parts stand for the ``images`` and the ``videos`` in order; ``place`` is
     its file and line, ``key`` the digest of its questions, ``sizes`` the sizes of its images if
     known, ``length`` its number of tokens in the template of the model that learns from it.
     """
@@ -98,15 +98,15 @@ class Chat:
 
     @property
     def visual(self) -> bool:
-        """Whether there is anything to see."""
+        """Whether it has pictures or videos."""
         return bool(self.images or self.videos)
 
 
 def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -> Chat:
-    """The chat of a ``row`` whose files are named from ``folder``, up to its last answer; with
-    ``unanswered`` empty answers are :data:`UNSAID`, for the target to give.
+    """The chat of a ``row``, up to its last answer; file names are relative to ``folder``. With
+    ``unanswered`` empty answers become :data:`UNSAID`, which the target fills in.
 
-    Raises ``Unusable`` for a row without one, and ``ValueError`` for keys that are not read.
+    Raises ``Unusable`` for a row without a chat, and ``ValueError`` for unknown keys.
     """
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
@@ -156,7 +156,7 @@ def _check_keys(place: str, row: Mapping[str, Any], known: Sequence[str]) -> Non
 
 
 def _entries(row: Mapping[str, Any], talk: str | None) -> list[Any]:
-    """The messages of a row, not yet read."""
+    """The raw messages of a row."""
     if talk is None:
         before = [("user", q, "assistant", a) for q, a in row.get("history", ())]
         turns = [*before, ("user", row.get("question"), "assistant", row.get("answer"))]
@@ -186,7 +186,7 @@ class _Said:
         self.waiting = {kind: list(found) for kind, found in self.listed.items()}
 
     def read(self, entry: Any, place: str) -> Message:
-        """A message; raises ``Unusable`` for one that cannot be said."""
+        """The message of an ``entry``; raises ``Unusable`` if it cannot be used."""
         if not isinstance(entry, Mapping):
             raise Unusable(f"a message is {shown(entry)}", "a message is no object")
         entry = {key: value for key, value in entry.items() if value is not None}
@@ -219,7 +219,7 @@ class _Said:
         return list(chain.from_iterable(map(self._part, content)))
 
     def _marked(self, text: str) -> list[Part]:
-        """``text`` with placeholders for what the row lists."""
+        """``text`` split into parts at its placeholders of listed pictures and videos."""
         if not any(self.listed.values()):
             return [_text(text)]
         pieces = MARKED.split(text)
@@ -246,7 +246,7 @@ class _Said:
         return [{"type": kind}]
 
     def _show(self, kind: str, named: Any) -> None:
-        """Record what the next placeholder of a ``kind`` shows: ``named`` there, or listed next."""
+        """Record the source of the next ``kind`` placeholder: ``named`` there, or listed next."""
         if named is not None:
             self.shown[kind].append(_source(named, self.folder))
         elif self.waiting[kind]:
@@ -273,7 +273,7 @@ def _text(text: Any) -> Part:
 
 
 def _call(call: Any) -> Any:
-    """A call of a tool, whose arguments OpenAI writes as a text of JSON."""
+    """A tool call, whose arguments OpenAI writes as JSON text."""
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
         try:
@@ -284,7 +284,7 @@ def _call(call: Any) -> Any:
 
 
 def _tools(given: Any) -> list[Any] | None:
-    """The tools of a row, which some data keep as a text of JSON."""
+    """The tools of a row, which some data store as JSON text."""
     try:
         tools = json.loads(given) if isinstance(given, str) and given else given
     except json.JSONDecodeError as error:
@@ -293,7 +293,7 @@ def _tools(given: Any) -> list[Any] | None:
 
 
 def _listed(row: Mapping[str, Any], kind: str) -> list[Any]:
-    """The pictures or videos beside a row's messages."""
+    """The pictures or videos that a row lists beside its messages."""
     values = [row[name] for name in (kind, f"{kind}s") if name in row]
     each = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)
     return [value for value in each if value is not None and value != ""]
@@ -323,7 +323,7 @@ def _source(value: Any, folder: Path) -> Any:
 
 
 def rows_of(places: Sequence[str]) -> Iterator[tuple[Any, Path, str]]:
-    """The rows of all files at ``places``, the folder that each names files from, and its place.
+    """The rows of all files at ``places``, each with the folder of its file names and its place.
 
     Raises ``ValueError`` at once for a place without chats, and if the package that reads them is
     not installed.
@@ -393,7 +393,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
-    """The rows of a file of parquet, or of one that ``datasets`` saved."""
+    """The rows of a parquet file, or of a file that ``datasets`` saved."""
     with needed(f"reading {file}", "batch"):
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -409,7 +409,7 @@ def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without keys whose value is null: a table gives all its records the same keys."""
+    """``value`` without null entries: a table gives all records the same keys, null if absent."""
     if isinstance(value, dict):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value

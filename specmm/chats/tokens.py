@@ -1,7 +1,7 @@
-"""Chats as a model reads them: the tokens of its own chat template, and which of them are answers.
+"""Chats as a model reads them: the tokens of its chat template, and which tokens are answers.
 
-Where a template marks answers (``{% generation %}``) its mark counts. Otherwise the answer's span
-is found by replacing it: the text that changes, after the generation prompt.
+If a template marks answers (``{% generation %}``), its mark counts. Otherwise the answer's span is
+found by replacing the answer: it is the text that changes, after the generation prompt.
 
 Shape letters: B chats of a batch, L tokens.
 """
@@ -56,9 +56,9 @@ class Written:
 class ChatReader:
     """Reads chats for a model of ``reader``, a processor or a tokenizer.
 
-    ``ends`` are its end tokens, ``room`` its positions. ``max_length`` bounds chats further: longer
-    ones are left out, or shortened with ``cut``. ``thinking`` is passed to the template; with False
-    reasoning is left out.
+    ``ends`` are its end tokens, ``room`` its positions. Chats longer than ``max_length`` are left
+    out, or shortened with ``cut``. ``thinking`` is passed to the template; with False reasoning is
+    left out.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ChatReader:
         self.tell(thinking)
 
     def tell(self, thinking: bool | None) -> None:
-        """Have the template write with ``thinking`` (True), without, or by its default (None)."""
+        """Set whether the template writes with ``thinking``, without, or by its default (None)."""
         self.thinking = thinking
         vars(self).pop("_opening", None)
         self.given = {} if thinking is None else dict.fromkeys(self.thinking_known, thinking)
@@ -94,7 +94,7 @@ class ChatReader:
         return [name for name in THINKING if name in str(self.template)]
 
     def begin(self) -> None:
-        """Raise ``ValueError`` for a tokenizer or a template that chats cannot be read by."""
+        """Raise ``ValueError`` for a tokenizer or template that cannot read chats."""
         if not self.words.is_fast:
             raise ValueError(
                 "chats need a fast tokenizer, which knows where its tokens stand in the text, got "
@@ -175,7 +175,7 @@ class ChatReader:
         return Written(text, *self._learnt(text, ids, places, spans), head, begin)
 
     def _thought(self, message: Message) -> Message:
-        """``message`` without its reasoning, where thinking is left out."""
+        """``message`` without its reasoning, if thinking is left out."""
         if self.thinking is not False or message["role"] != "assistant":
             return message
         visible = {key: value for key, value in message.items() if key not in REASONING}
@@ -216,8 +216,8 @@ class ChatReader:
         return text, spans
 
     def _opened(self, text: str, after: int, begin: int, asked: Callable[..., str]) -> int:
-        """Where the model begins to speak for the answer at ``begin``: right after the prompt
-        ``asked``, because the model also says what the template puts between the two.
+        """Where the model begins to write the answer at ``begin``: right after the prompt
+        ``asked``, because the model also writes the text that the template puts in between.
         """
         opening, before = self._opening, ""
         with suppress(TemplateError, *FAULTS):
@@ -259,7 +259,7 @@ class ChatReader:
         return ids, learnt, said
 
     def check(self, chat: Chat) -> int:
-        """The tokens of ``chat``; raises ``ValueError`` for one that cannot be learnt from."""
+        """The number of tokens of ``chat``; ``ValueError`` if nothing can be learnt from it."""
         row = self.written(chat)
         before = self._width(chat, row) if self.sees else row.begin
         length = before + len(row.ids) - row.begin
@@ -274,7 +274,7 @@ class ChatReader:
         return self.check(chat) + longest <= self.room
 
     def _width(self, chat: Chat, row: Written) -> int:
-        """Tokens of ``row`` up to its head, remembered by its pictures' sizes."""
+        """The number of tokens of ``row`` up to its head, cached by its pictures' sizes."""
         known = not chat.videos and len(chat.sizes or ()) == len(chat.images)
         sizes = tuple(map(tuple, chat.sizes or ()))
         if known and sizes in self.widths:
@@ -370,7 +370,7 @@ class ChatReader:
         return list(pipe(images, texts, **given, **options).answers)
 
     def facts(self) -> list[str]:
-        """What answers depend on besides the model, for a cache's key."""
+        """All facts besides the model on which answers depend, for a cache's key."""
         words = self.words.backend_tokenizer.to_str()
         processor = self.reader.to_json_string() if self.sees else ""
         return [str(self.template), str(self.given), words, processor]

@@ -2,11 +2,11 @@
 a share of the time of calls.
 
 A trial decodes a few tokens by one candidate after the prompt and discards them. Calls are timed,
-too, so that the chosen method goes on being measured. Trials may take ``START`` once a call was
-made, and then ``SHARE`` of the time of calls: a short first answer is decoded plainly, or by the
-method that the drafts' known acceptance forecasts to be fastest. Measurements are kept in one
-:class:`Record` for each kind of call, and noted for later processes, whose first call then takes
-the fastest method known.
+too, so that the chosen method continues to be measured. Trials may take ``START`` after the first
+call, and then ``SHARE`` of the time of calls: a short first answer is decoded plainly, or by the
+method that known acceptance forecasts to be fastest. Measurements are kept in one :class:`Record`
+for each kind of call, and noted for later processes, whose first call then takes the fastest known
+method.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ LEVEL, NODE = 0.1, 0.04  # guessed costs of a drafted level and a scored node, i
 
 @dataclass(frozen=True)
 class Candidate:
-    """A ``method`` to be tried: its tokens a round ``tau`` where acceptance is known, its tree's
-    ``nodes`` with the root and its ``levels`` that are drafted one after another.
+    """A ``method`` to try: its tokens a round ``tau`` if acceptance is known, its tree's number of
+    ``nodes``, root included, and of ``levels``, which are drafted one after another.
     """
 
     method: Any
@@ -64,8 +64,8 @@ Begin: TypeAlias = Callable[[Any], Iterator[Progress]]
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """The clock for runs on ``device``. On a CPU it counts this thread's processor seconds: the
-    thread takes part in all products, and other processes' time does not count.
+    """The clock for runs on ``device``. On a CPU it counts this thread's processor seconds, without
+    time that other processes take: the thread takes part in all products.
     """
     per_process = device.type == "cpu" and sys.platform == "linux"
     return time.thread_time if per_process else time.perf_counter
@@ -82,8 +82,8 @@ class Measured(NamedTuple):
 class Sample:
     """The seconds of a run's ``prompt`` with its first round, and of each of the ``rounds`` after
     it, which gave a row ``tokens`` tokens. ``tv`` is a relaxed rule's total variation a token;
-    whole runs have ``stats``. A trial has ``beside``: the method of the call that followed it, and
-    the trial's speed relative to that call, because answers differ.
+    whole runs have ``stats``. A trial has ``beside``: the method of the call after it, and the
+    trial's speed relative to that call, because answers differ.
     """
 
     prompt: float = 0.0
@@ -100,14 +100,14 @@ class Sample:
 
     @property
     def round(self) -> float:
-        """Seconds of a round, the median of all but the first third: those take longer where memory
-        and shapes are new.
+        """Seconds of a round: the median without the first third of rounds, which take longer
+        because memory and shapes are new.
         """
         return statistics.median(self.rounds[len(self.rounds) // 3 :])
 
 
 class _Noted(NamedTuple):
-    """What :meth:`Record._note` wrote: when, calls and the times of them, samples by method."""
+    """The content of notes: their time, calls and the times of these, samples by method."""
 
     at: float
     sums: tuple[int, float, float, float]
@@ -136,7 +136,7 @@ class Record:
     """The measurements of one kind of call with ``rows`` rows: ``samples`` of plain decoding and of
     the ``candidates`` by method, the newest last.
 
-    ``decoded`` are the tokens of a row in calls; ``lasted`` and ``spent`` are the time of calls and
+    ``decoded`` counts a row's tokens in calls; ``lasted`` and ``spent`` are the times of calls and
     of trials, in tokens of plain decoding. Relaxed methods above a total variation of ``tv`` a
     token are excluded.
     """
@@ -168,7 +168,7 @@ class Record:
         return self
 
     def known(self) -> str:
-        """What earlier processes found fastest, as text; "" without notes."""
+        """The method that earlier processes found fastest, as text; "" without notes."""
         each = {
             method: statistics.median(x.round for x in samples)
             * sum(len(x.rounds) for x in samples)
@@ -202,8 +202,8 @@ class Record:
     ) -> Iterator[Progress]:
         """Yield the ``steps`` of a run by ``method`` and take a sample at its end.
 
-        The run ends early once a row has ``few`` tokens after at least ``ROUNDS`` rounds, or when
-        it cannot reach ``least`` tokens a second.
+        The run ends early once a row has ``few`` tokens after at least ``ROUNDS`` rounds, or if it
+        cannot reach ``least`` tokens a second.
         """
         sample = Sample()
         trial = math.isfinite(few)
@@ -247,15 +247,15 @@ class Record:
             self._note()
 
     def worthwhile(self, coming: float, share: float = SHARE) -> bool:
-        """Whether to look at drafters, which may have to be read from files: not for a short first
-        call, nor where calls usually end before drafts would pay.
+        """Whether to consider drafters, which may have to be read from files: not for a short first
+        call, nor if calls usually end before drafts would pay.
         """
         long = self.usual >= PROMPT + FEW and bool(self.calls or self.noted)
         return long or share * coming >= PROMPT + FEW
 
     @property
     def usual(self) -> float:
-        """Tokens of a row that a call usually has."""
+        """The usual number of a row's tokens in a call."""
         return self.decoded / self.calls if self.calls else USUAL
 
     @property
@@ -271,8 +271,8 @@ class Record:
         share: float = SHARE,
         passes: int = PASSES,
     ) -> Any:
-        """Make the trials that the budget allows, of ``few`` tokens each, and return the method
-        that should be fastest for a call of ``coming`` tokens.
+        """Run the trials that the budget allows, of ``few`` tokens each, and return the method
+        expected to be fastest for a call of ``coming`` tokens.
         """
         self._recall()
         order = self.order
@@ -316,7 +316,7 @@ class Record:
         return prompt + few / max(self.forecast(one), 1.0)
 
     def _tried(self, method: Any, begin: Begin, few: int, whole: bool) -> bool:
-        """Whether a sample of ``method`` was taken; a ``whole`` trial goes on to its end."""
+        """Try ``method`` (to the end if ``whole``); returns whether a sample was taken."""
         self.changed = True
         start = self.now()
         fastest = min((self.each(known) for known in self.samples), default=0.0)
@@ -386,7 +386,7 @@ class Record:
         return f"tau {one.tau:.2f} and {self.forecast(one):.2f}x plain decoding forecast"
 
     def forecast(self, one: Candidate) -> float:
-        """A rough speed over plain decoding, by which trials are ordered; 1 if nothing is known."""
+        """A rough speed-up over plain decoding, by which trials are ordered; 1 if unknown."""
         adds = LEVEL * one.levels + NODE * one.nodes * self.rows
         return one.tau / (1 + adds) if one.tau else 1.0
 
@@ -396,8 +396,8 @@ class Record:
         return rounds / self.tau(method)
 
     def gain(self, method: Any) -> float:
-        """Measured speed over plain decoding. A method that has only trials is compared by way of
-        the calls made right after them.
+        """Measured speed-up over plain decoding. A method with only trials is compared through the
+        calls right after them.
         """
         samples = self.samples[method]
         partners = [sample.beside for sample in samples if sample.beside]

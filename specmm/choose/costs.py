@@ -50,7 +50,7 @@ class Costs:
 
 
 def lookup(table: Table, size: int) -> float:
-    """Seconds at ``size``: linear between the sizes measured and past them, constant below."""
+    """Seconds at ``size``: linear between the measured sizes and beyond, constant below."""
     if callable(table):
         return table(size)
     if not table:
@@ -79,7 +79,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The ``best`` tree, None for plain decoding, and the ``candidates`` it is one of."""
+    """The ``best`` tree (None: plain decoding) of the ``candidates``."""
 
     best: Expected | None
     candidates: tuple[Expected, ...]
@@ -94,8 +94,8 @@ def plan(
 ) -> Plan:
     """The candidate that should be fastest, or plain decoding if none exceeds 1 + ``margin``.
 
-    Of those within ``NOISE`` of the largest expected speedup it is the one with the fewest nodes:
-    measured again, any of them might come first. Of equals it is the earlier. ``worth`` is an
+    Of the candidates within ``NOISE`` of the largest expected speedup, any of which might win a new
+    measurement, it takes the one with the fewest nodes; on ties the earlier. ``worth`` is an
     acceptance table [K] or [D, K] (:mod:`specmm.shape.sequoia`), or a function from a tree to its
     tokens a round.
     """
@@ -117,7 +117,7 @@ def _expected(
 
 
 def measured(record: Record) -> Costs | None:
-    """The costs by whole runs of a ``record``; None where no tree or nothing plain was run."""
+    """The costs from whole runs in a ``record``; None unless trees and plain decoding were run."""
     draft: dict[int, float] = {}
     verify: dict[int, float] = {}
     hosts = []

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class Notes:
-    """The numbers stored in the folder ``place`` under ``key``, whose ``repr`` must name everything
-    they depend on; without a ``place`` nothing is stored.
+    """The numbers stored in the folder ``place`` under ``key``, whose ``repr`` must contain
+    everything they depend on; without a ``place`` nothing is stored.
     """
 
     def __init__(self, place: Path | None = None, key: object = "") -> None:
@@ -55,7 +55,7 @@ class Notes:
 
 
 def sizes_of(network: nn.Module) -> tuple[Any, ...]:
-    """The facts about ``network`` that its speed depends on: class, size, dtype and device."""
+    """The facts about ``network`` on which its speed depends: class, size, dtype and device."""
     weight = next(network.parameters())
     count = sum(x.numel() for x in network.parameters())
     return type(network).__name__, count, weight.dtype, str(weight.device)

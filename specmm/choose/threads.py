@@ -1,11 +1,10 @@
-"""How many threads a model's products take on a CPU, chosen by measurement.
+"""Chooses by measurement how many threads a model's matrix products take on a CPU.
 
-OpenMP's threads wait for one another at the end of each product. Where another program has a core,
-that wait lasts a time slice of the system, which is a thousand small products: a picture of
-pocket/llamagen took 0.37 s by one thread and 1.4 s by two beside one busy program. So the products
-of a network are timed by one thread, two, four and so on, in turn, before its first call; the
-fastest number is remembered by machine and network, and measured anew when products have become
-slower.
+OpenMP's threads wait for one another at the end of each product. If another program occupies a
+core, they wait for a time slice of the system, as long as a thousand small products: beside one
+busy program, a picture of pocket/llamagen took 0.37 s with one thread and 1.4 s with two. So a
+network's products are timed with one thread, two, four and so on before its first call. The fastest
+number is remembered by machine and network, and measured again when products have become slower.
 
 A number named by the user is obeyed: :func:`threads`, ``--threads``, ``OMP_NUM_THREADS``. The
 number changes the last digits of a product. So a job, a training, and a command that records how to
@@ -48,7 +47,7 @@ SHARE = 0.005  # the share of a call's seconds that later measurements may take
 
 @dataclass(frozen=True)
 class Choice:
-    """A number of threads, and why it is that one."""
+    """A number of threads, and the reason for it."""
 
     count: int
     reason: str
@@ -59,7 +58,7 @@ class Choice:
 
 
 class _Named:
-    """The number named for this process, and the option or variable that named it."""
+    """The number that the user named for this process, and the option or variable that did."""
 
     choice: Choice | None = None
 
@@ -77,7 +76,7 @@ def _restored() -> Iterator[None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Products of the whole process take ``count`` threads within the block.
+    """Within the block, products of the whole process take ``count`` threads.
 
     Raises ``ValueError`` unless it is from 1 to the machine's cores.
     """
@@ -87,7 +86,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def name_number(count: int, who: str) -> None:
-    """Products of this process take ``count`` threads from now on; errors name ``who`` asked for
+    """From now on products of this process take ``count`` threads; errors name ``who`` asked for
     it.
 
     Raises ``ValueError`` unless it is from 1 to the machine's cores.
@@ -104,8 +103,8 @@ def name_number(count: int, who: str) -> None:
 
 @contextmanager
 def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> Iterator[Choice]:
-    """Keep one number of threads within the block: the number ``recorded`` for a result that is
-    made again, else the named one, else the fastest for ``network``.
+    """Keep one number of threads within the block: the number ``recorded`` with a result that is to
+    be repeated, else the named number, else the fastest for ``network``.
 
     Raises ``ValueError`` if another number than the recorded one was named, except by
     ``OMP_NUM_THREADS``, which launchers set.
@@ -126,9 +125,9 @@ def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> I
 
 
 def named() -> Choice | None:
-    """The number named for this process; None if it is to be chosen.
+    """The number that the user named for this process; None: choose it.
 
-    Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number, which OpenMP ignores.
+    Raises ``ValueError`` if ``OMP_NUM_THREADS``, which OpenMP then ignores, is not a number.
     """
     if _Named.choice is not None:
         return _Named.choice
@@ -155,7 +154,7 @@ def allowed() -> int:
 
 
 def _quota() -> float:
-    """Cores' worth of time that a container may take, infinity without a limit."""
+    """Cores' worth of time that this container may use; infinity without a limit."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -174,8 +173,8 @@ class Products:
     """The products of a network's linear layers with inputs of ``rows`` rows, and the seconds that
     a pass through them takes.
 
-    ``taken`` are the seconds of a pass by the chosen number, measured ``at`` that time; ``due`` is
-    when the choice may be checked again, unless it is ``kept``.
+    ``taken`` are the seconds of a pass with the chosen number, measured at time ``at``; ``due`` is
+    when to check the choice again, unless it is ``kept``.
     """
 
     layers: list[nn.Linear]
@@ -189,7 +188,7 @@ class Products:
 
     @classmethod
     def of(cls, network: nn.Module, rows: int) -> Products:
-        """The products of ``network``; only the first, if all would exceed what a pass reads."""
+        """The products of ``network``; only the first ones, if a pass would read too much."""
         found = [m for m in network.modules() if isinstance(m, nn.Linear) and _plain(m)]
         read = accumulate(layer.weight.numel() for layer in found)
         layers = [layer for layer, so_far in zip(found, read, strict=True) if so_far <= MOST]
@@ -215,8 +214,8 @@ class Products:
         return self.choice
 
     def _has_changed(self, count: int) -> bool:
-        """Whether a pass has become slower, or faster (the machine was busy when it was chosen). A
-        changed pass is repeated, since the first may find the weights out of the caches.
+        """Whether a pass has become slower, or faster (the machine was busy at the choice). A
+        changed pass is repeated, because the first may find the weights out of the caches.
         """
         return all(not 1 / OTHER < self._pass(count) / self.taken < OTHER for _ in range(2))
 
@@ -282,8 +281,8 @@ class _Call(local):
 
 
 class _Process:
-    """PyTorch's own number before the first of the ``calls`` in progress; a Python thread that
-    begins meanwhile would read the number that another call chose.
+    """PyTorch's number of threads before the first of the ``calls`` in progress: a Python thread
+    that begins meanwhile would read another call's choice.
     """
 
     lock = Lock()
@@ -300,7 +299,7 @@ def choose(network: nn.Module, rows: int = 0) -> Choice:
     Products have ``rows`` rows, by default the network's ``step_rows``, or :data:`ROWS` if it has
     none.
 
-    Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number.
+    Raises ``ValueError`` if ``OMP_NUM_THREADS`` is not a number.
     """
     named_threads = named()
     if named_threads is None:
@@ -318,8 +317,8 @@ def choose(network: nn.Module, rows: int = 0) -> Choice:
 
 @contextmanager
 def chosen(network: object) -> Iterator[None]:
-    """Within the block ``network`` runs with the fastest number of threads, unless a number was
-    named; PyTorch's own number is restored after it.
+    """Within the block ``network`` runs with the fastest number of threads, or the named one;
+    afterwards PyTorch's number is restored.
     """
     if not isinstance(network, nn.Module) or _call.inside or named() is not None:
         yield
@@ -345,7 +344,7 @@ def chosen(network: object) -> Iterator[None]:
 
 
 def look_again() -> None:
-    """Between two rounds of a call, choose the threads again if products have become slower."""
+    """Called between rounds: choose the threads again if products have become slower."""
     products = _call.products
     if products is not None and not products.kept and time.monotonic() >= products.due:
         torch.set_num_threads(_Process.own)
@@ -353,6 +352,6 @@ def look_again() -> None:
 
 
 def keep_threads() -> None:
-    """The network of this call keeps its number: programs are built for one."""
+    """Fix this call's number of threads, because programs are built for one number."""
     if _call.products is not None:
         _call.products.kept = True

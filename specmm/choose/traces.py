@@ -4,8 +4,8 @@ are planned without running either model.
 A trace holds, after every token of some answers by the target, the probability that the draft of
 each rank at each depth is accepted, given that the drafts above it are the answer's own tokens; and
 the lengths of the answers and of the texts before them. Given an answer, a round depends on earlier
-rounds only through the place where it begins: the tokens a round of any tree of fixed shape follow
-exactly (:meth:`Trace.tau`), which a table by depth gives only roughly.
+rounds only through the place where it begins, so :meth:`Trace.tau` computes the tokens a round of
+any tree of fixed shape exactly; a table by depth gives them only roughly.
 
 Shape letters: R roots, D levels, K ranks, B answers, N nodes, L roots of the longest answer.
 """
@@ -36,8 +36,8 @@ ROUNDED = 1e-2  # the most by which probabilities in half precision exceed 1
 
 @dataclass(frozen=True)
 class Trace:
-    """Chances ``kept`` [R, D, K], the ``roots`` [B] of each answer and its ``contexts`` [B], the
-    tokens before it. ``facts`` say whose drafts these are and how they were drawn.
+    """Acceptance probabilities ``kept`` [R, D, K], each answer's number of ``roots`` [B], and the
+    tokens before it, ``contexts`` [B]. ``facts`` describe the drafter and how it drafted.
     """
 
     kept: Tensor
@@ -48,7 +48,7 @@ class Trace:
     def tau(self, shape: TreeShape) -> float:
         """Tokens a round of trees of ``shape``, one answer at a time.
 
-        Raises ``ValueError`` for trees that are deeper or wider than what was traced.
+        Raises ``ValueError`` for trees that are deeper or wider than the trace.
         """
         _, depth, width = self.kept.shape
         if shape.depth > depth or shape.width > width:
@@ -103,7 +103,7 @@ class Trace:
         return found
 
     def plan(self, costs: Costs, margin: float = 0.05) -> Plan:
-        """The tree that should be fastest where rounds take ``costs``, or plain decoding."""
+        """The tree expected to be fastest if rounds take ``costs``, or plain decoding."""
         table = self.table()
         shapes = [best_tree(table, nodes, len(table))[0] for nodes in SIZES]
         return plan(costs, self.tau, list({one.size: one for one in shapes}.values()), margin)
@@ -119,8 +119,7 @@ class Trace:
     def load(cls, file: Path) -> Trace:
         """The trace in ``file``.
 
-        Raises ``FileNotFoundError``, and ``ValueError`` for a file that is no trace or of another
-        version.
+        Raises ``FileNotFoundError``, and ``ValueError`` for other files and other versions.
         """
         if not file.is_file():
             raise FileNotFoundError(f"there must be a trace at {file}, got no file")
@@ -162,11 +161,11 @@ def _said(error: Exception) -> str:
 
 
 def costs_of(file: Path) -> dict[int, Costs]:
-    """Seconds of rounds by batch size, from JSON as ``specmm plan --json`` prints it on the machine
-    that is planned for, or as it is stated: one or a list of ``{"batch": 1, "step": …, "host": …,
-    "draft": {levels: …}, "verify": {nodes: …}}``.
+    """Seconds of rounds by batch size, from the JSON that ``specmm plan --json`` prints on the
+    machine in question, or from stated numbers: one or a list of ``{"batch": 1, "step": …, "host":
+    …, "draft": {levels: …}, "verify": {nodes: …}}``.
 
-    Raises ``FileNotFoundError``, and ``ValueError`` for what is none of these.
+    Raises ``FileNotFoundError``, and ``ValueError`` for anything else.
     """
     if not file.is_file():
         raise FileNotFoundError(f"there must be costs at {file}, got no file")

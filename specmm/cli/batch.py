@@ -181,7 +181,7 @@ def _needed(given: T | None, what: str) -> T:
 
 
 def _verify(jobs: Path, out: Path, as_json: bool) -> None:
-    """Print what is in OUT and exit with status 1 if any of it is wrong."""
+    """Print the contents of OUT, and exit with status 1 if any of it is wrong."""
     from specmm.jobs.folder import read_spec
     from specmm.jobs.items import read_items
     from specmm.jobs.verify import verify
@@ -224,7 +224,7 @@ def _status(folder: Path, as_json: bool) -> None:
 def _report(
     summary: dict[str, Any], counts: Progress, price: float | None, out: Path, as_json: bool
 ) -> None:
-    """Print what was done; raises ``Interrupted`` after Ctrl-C."""
+    """Print a summary of the run; raises ``Interrupted`` after Ctrl-C."""
     now = {
         "done_now": len(counts.done),
         "wall_seconds": counts.seconds,

@@ -77,7 +77,7 @@ def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
 
 
 def _drafts(name: str) -> bool:
-    """Whether method draft can take the drafter of method ``name``: it has a tree and a rule."""
+    """Whether method draft can use the drafter of method ``name``, which has a tree and a rule."""
     options = {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
     return {"tree", "rule"} <= options and "drafter" not in options
 
@@ -142,7 +142,7 @@ def _model_lines(model: Mapping[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
-    """A value of JSON for people."""
+    """A JSON value as text for users."""
     if isinstance(value, dict):
         return ", ".join(f"{k} {_text(v)}" for k, v in value.items())
     if isinstance(value, list):

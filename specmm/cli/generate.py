@@ -153,7 +153,7 @@ def generate(
 
 
 def _again(context: typer.Context, like: Path, model: str | None, out: Path, as_json: bool) -> None:
-    """Draw the picture in ``like`` again; the exit status is 1 if it is another.
+    """Draw the picture in ``like`` again; the exit status is 1 if the result differs.
 
     Raises ``ValueError`` for options that would change it.
     """
@@ -175,7 +175,7 @@ def _again(context: typer.Context, like: Path, model: str | None, out: Path, as_
 
 
 def _summary(run: PictureRun) -> str:
-    """The text that is printed after a run, unless JSON is asked for."""
+    """The text to print after a run, unless JSON is requested."""
     stats = run.stats
     drawn = f"{len(run.outputs)} of {len(run.inputs)} pictures by {run.ran}"
     each = f", {run.seconds / len(run.outputs):.2f} s each" if run.outputs else ""

@@ -76,7 +76,7 @@ class Settings:
     as_json: Json = False
 
     def call(self, method: Any, **own: Any) -> dict[str, Any]:
-        """The options of a call by ``method``, with its ``own``; notes options without effect."""
+        """The options of a call by ``method``, with the command's ``own``; notes idle options."""
         from specmm.hf.prompts.options import idle_options
 
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
@@ -95,7 +95,7 @@ class Settings:
         return options | {"compiled": compiled_as(self.compiled, self.compile_all)}
 
     def _spelled(self) -> dict[str, Any]:
-        """The grammar of a call, if one is given; raises ``ValueError`` for two of them."""
+        """The grammar of a call, if given; raises ``ValueError`` for two grammars."""
         given = {name: getattr(self, name) for name in ("json_schema", "regex", "grammar")}
         texts = {name: text for name, text in given.items() if text is not None}
         if len(texts) > 1:
@@ -290,7 +290,7 @@ def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str
 
 
 def _said(out: Any, name: str) -> str:
-    """The method that ran; for method auto also the reason of its choice."""
+    """The method that ran; for method auto also the reason for its choice."""
     return str(out.method) if str(out.method).startswith("auto:") else name
 
 
@@ -350,7 +350,7 @@ class Echo:
         self.written = ""
 
     def put(self, value: "torch.Tensor") -> None:
-        """Write what these ids add."""
+        """Write the text that these ids add."""
         self.ids += value.flatten().tolist()
         self._write(self.stops.sure(self.ids))
 

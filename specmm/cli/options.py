@@ -102,8 +102,9 @@ def compiled_as(text: str | None, always: bool) -> bool | Literal["auto"]:
 def with_fields(
     kind: type[Any], name: str, **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a command of a function with a parameter ``name`` of the dataclass ``kind``: the fields,
-    annotated as options, replace the parameter, with ``defaults`` in place of their own.
+    """Make a command from a function with a parameter ``name`` of the dataclass ``kind``: the
+    fields, annotated as options, replace the parameter, with ``defaults`` instead of the fields'
+    defaults.
 
     The function's own annotations must be evaluated, not text: typer reads them.
     """
@@ -135,13 +136,13 @@ def with_fields(
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The ``options`` that were given: those that are not None."""
+    """The ``options`` that were given, which are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def refuse(models: str, **given: object) -> None:
-    """Raise ``ValueError`` for the first option ``given`` (not None, not empty), which none of such
-    ``models`` reads.
+    """Raise ``ValueError`` for the first ``given`` option (not None or empty): ``models`` do not
+    read it.
     """
     for name, value in given.items():
         if not (value is None or value is False or value == []):

@@ -1,4 +1,4 @@
-"""Output of commands: one JSON value on stdout if asked for, tables, and mistakes on one line."""
+"""Output of commands: one JSON value on stdout on request, tables, and mistakes on one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 class OneLine(TyperGroup):
-    """The group of all commands; it turns the errors of users into one line."""
+    """The group of all commands, which prints users' mistakes on one line."""
 
     def main(
         self,
@@ -64,7 +64,7 @@ class OneLine(TyperGroup):
 
 
 class OwnOrOther(TyperGroup):
-    """A command group that is also the command ``own``, which gets all other arguments."""
+    """A command group that passes arguments without a subcommand to the command ``own``."""
 
     own = "model"
 
@@ -75,13 +75,13 @@ class OwnOrOther(TyperGroup):
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
-    """Say what is wrong on one line and exit."""
+    """Print ``message`` on one line and exit with ``status``."""
     say("error: " + " ".join(message.split()))
     sys.exit(status)
 
 
 def _wrong_value(error: Any) -> str:
-    """The expected and the given value of an option, from typer's ``error``; "" if not there."""
+    """The expected and the given value of an option, from typer's ``error``; "" if it has none."""
     checked = getattr(error.__cause__, "errors", None)  # pydantic's, which typer asks
     param = getattr(error, "param", None)
     if checked is None or param is None:
@@ -115,12 +115,12 @@ def _options(command: Any) -> set[str]:
 
 
 def stdout_reserved() -> contextlib.AbstractContextManager[object]:
-    """Whatever a library prints meanwhile goes to stderr, so that stdout holds the result only."""
+    """Context that sends libraries' prints to stderr, so that stdout holds only the result."""
     return contextlib.redirect_stdout(sys.stderr)
 
 
 def counted(numbers: Mapping[str, int]) -> str:
-    """A line of the ``numbers`` of files by kind, the total first."""
+    """A line with the ``numbers`` of files by kind, the total first."""
     return ", ".join(f"{number} {what}" for what, number in numbers.items())
 
 

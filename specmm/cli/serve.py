@@ -155,7 +155,7 @@ def bench_serve(
 
 
 def _load_table(result: dict[str, Any]) -> str:
-    """A load test for people."""
+    """The result of a load test as text."""
     each = (
         f"{result['tokens_per_second']:.1f} tokens/s, {result['requests_per_second']:.2f} answers/s"
     )

@@ -73,7 +73,7 @@ def train(
 
 
 def _listed(file: Path) -> tuple[str, str]:
-    """A recipe's name, and what its config file says first."""
+    """A recipe's name, and the first comment of its config file."""
     return file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
@@ -84,7 +84,7 @@ def _setting(word: str) -> str:
 
 
 def _pairs(given: list[str]) -> dict[str, str | list[str]]:
-    """Values by name; all of them where a name is repeated."""
+    """The values of each name, as names may be repeated."""
     found: dict[str, list[str]] = {}
     for pair in given:
         name, equals, value = pair.partition("=")

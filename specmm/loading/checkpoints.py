@@ -2,7 +2,7 @@
 
 ``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run
 code is refused). ``load_strict`` checks every name, shape and value before it copies the first one;
-a module made without weights (:mod:`specmm.loading.mapped`) is filled in the dtype that is wanted.
+a module made without weights (:mod:`specmm.loading.mapped`) is filled in the wanted dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIGNS = 2048  # weights read of each tensor of a fingerprint
 
 
 class FileError(ValueError):
-    """An error about ``file``, with the sentence ``said``."""
+    """An error about ``file``; the sentence ``said`` follows its name."""
 
     def __init__(self, file: str | Path, said: str) -> None:
         super().__init__(file, said)  # as given, so that it is whole in another process, too
@@ -52,9 +52,9 @@ def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State
     """The tensors of a checkpoint by name, on the CPU, in the file's dtypes, mapped from the file.
 
     ``path`` is a ``.safetensors`` or PyTorch file, or a folder that holds one. A PyTorch file may
-    nest its tensors under names of ``nesting``, the first that is there. Raises
-    ``FileNotFoundError``, and ``ValueError`` for a file that is damaged, holds no tensors, or would
-    have to run code to be read.
+    nest its tensors under the first existing name of ``nesting``. Raises ``FileNotFoundError``, and
+    ``ValueError`` for a file that is damaged, holds no tensors, or can be read only by running
+    code.
     """
     file = weights_file(path)
     if file.suffix == ".safetensors":
@@ -139,7 +139,7 @@ def _damaged(file: Path) -> FileError:
 
 
 def _unnest(tree: object, file: Path, nesting: Sequence[str]) -> State:
-    """Descend into the first of ``nesting`` that is a dictionary, again and again."""
+    """Descend repeatedly into the first of ``nesting`` that is a dictionary."""
     while isinstance(tree, Mapping):
         inner = next((tree[name] for name in nesting if isinstance(tree.get(name), Mapping)), None)
         if inner is None:
@@ -159,7 +159,7 @@ def _kind(tree: object) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in ``file``; raises ``ValueError`` naming the file when it is no JSON object."""
+    """The JSON object in ``file``; raises ``ValueError`` naming the file if it holds none."""
     try:
         content = json.loads(file.read_text())
     except ValueError as error:
@@ -179,7 +179,7 @@ def fingerprint(*weights: Tensor) -> str:
     """Twelve hexadecimal digits that tell models apart by some of their weights.
 
     Hashes shapes and the signs of at most SIGNS evenly spaced entries, so that a copy in another
-    dtype has the same.
+    dtype has the same fingerprint.
     """
     return hashlib.sha256(b"".join(_signs(w) for w in weights)).hexdigest()[:12]
 
@@ -206,10 +206,10 @@ def load_strict(
     source: str | Path = "checkpoint",
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong.
+    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names all problems.
 
-    Wrong are missing, unexpected and differently shaped tensors, whole numbers where weights have
-    fractions, and NaN or infinite weights; then nothing is copied. Names that the module lacks are
+    Problems are missing, unexpected and misshapen tensors, integers instead of floating-point
+    weights, and NaN or infinite weights; then nothing is copied. Names that the module lacks are
     skipped if one of their dotted components is in ``ignore``. A module made without weights gets
     its parameters in ``dtype``.
     """
@@ -277,9 +277,7 @@ def some_names(names: Collection[str]) -> str:
 
 
 def save_readable(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors ``file`` with a new file's usual permissions; its library would let only
-    the writer read it.
-    """
+    """Write a safetensors ``file`` with usual permissions, which the library would restrict."""
     file = Path(file)
     before = file.with_name(f"{file.name}.mode")
     before.touch()
@@ -294,7 +292,7 @@ def write_checkpoint(
     folder: str | Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``state`` as ``model.safetensors``, fractions in ``dtype`` if one is given, and
+    """Write ``state`` as ``model.safetensors``, floating-point tensors in ``dtype`` if given, and
     ``facts`` as ``config.json``.
     """
     folder = Path(folder)

@@ -1,5 +1,5 @@
-"""The command that installs the packages of an extra in ``pyproject.toml``, wherever this package
-itself came from.
+"""The command that installs the packages of an extra of ``pyproject.toml``, however this package
+was installed.
 """
 
 from __future__ import annotations

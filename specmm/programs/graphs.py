@@ -3,8 +3,8 @@
 A graph runs no Python; it reads and writes the memory that it was recorded on.
 
 A round's memory is the state that target, drafter and progress declare (:mod:`specmm.core.state`),
-with a feedback and uniforms of the graph's own. A round ends by writing the next round's inputs to
-the places where it read its own.
+with the graph's own feedback and uniforms. A round ends by writing the next round's inputs to the
+memory from which it read its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRIES = 6  # rounds that may be unlike the one before, or fail to be recorded, u
 
 
 class NotRecorded(Exception):
-    """A round that cannot be recorded as a graph."""
+    """Error: a round that cannot be recorded as a graph."""
 
 
 def record_on_gpu(function: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
@@ -103,7 +103,7 @@ class RecordedRound:
                 raise NotRecorded(f"a round put another tensor in place of {slot.name}")
 
     def _round(self) -> None:
-        """A round that writes its results where it read the results of the round before."""
+        """A round that writes its results where it read the previous round's results."""
         drawn = PredrawnUniforms(self.numbers)
         done = one_round(self.parts, self.feedback, self.progress, drawn, Clock())
         if drawn.used != self.numbers.shape[1]:
@@ -160,12 +160,12 @@ def _state(parts: Parts, progress: Progress) -> list[Slot]:
 
 
 class GraphRound:
-    """Plays rounds as :func:`specmm.core.decode.one_round` does, each as one CUDA graph, which the
-    host launches before it has read the last one's result.
+    """Runs rounds as :func:`specmm.core.decode.one_round` does, each as one CUDA graph, which the
+    host launches before it has read the last round's result.
 
-    The rounds after a prefill run without a graph until two are alike. Runs share the graph's
-    memory, including a progress's tokens and counts: copy what must outlast the next run. A round
-    that cannot be recorded runs without a graph, with a warning unless ``quiet``.
+    The rounds after a prefill run without a graph until two rounds have the same form. Runs share
+    the graph's memory, including a progress's tokens and counts: copy what must outlast the next
+    run. A round that cannot be recorded runs without a graph, with a warning unless ``quiet``.
     """
 
     ahead = True
@@ -211,7 +211,7 @@ class GraphRound:
     def _try_to_record(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams
     ) -> RecordedRound | None:
-        """The round, recorded, if it is like the one before."""
+        """The recorded round, if it has the same form as the previous round."""
         given = feedback.tensors()
         places = [(id(slot.tensor), slot.name) for slot in _state(parts, progress)]
         form = places, list(given), _forms(given.values())
@@ -231,9 +231,9 @@ class GraphRound:
 
 
 class Graph:
-    """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
+    """A ``function`` of only tensors, recorded at its first call and replayed for the same shapes.
 
-    Without a GPU the function is just called. Results are copies. ``pool`` is another graph's
+    Without a GPU the function is simply called. Results are copies. ``pool`` is another graph's
     memory.
     """
 
@@ -268,7 +268,7 @@ class Graph:
 
 
 class Graphs:
-    """``function`` of tensors alone, as a :class:`Graph` for each form of them."""
+    """A ``function`` of only tensors, with a :class:`Graph` for each form of its arguments."""
 
     def __init__(
         self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None
@@ -285,7 +285,7 @@ class Graphs:
 
 
 def captures(device: torch.device) -> bool:
-    """Whether programs on ``device`` are captured graphs."""
+    """Whether programs on ``device`` are CUDA graphs."""
     return device.type == "cuda"
 
 
@@ -298,5 +298,5 @@ def prepare_programs(device: torch.device) -> None:
 
 
 def round_program(device: torch.device = CPU) -> Play:
-    """The player of rounds as programs on ``device``."""
+    """The function that runs rounds as programs on ``device``."""
     return GraphRound() if captures(device) else CompiledRound(device)

@@ -47,9 +47,9 @@ def find(
     """The folder of a model ``name``: a local folder, a pocket model, a published name or a hub
     id, fetched as ``source`` says.
 
-    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has; a pocket
-    model must be of a ``kind``, if given, as in :func:`kind_of`. A hub id's ``revision`` comes from
-    ``cache_dir`` or gets there. Raises ``ValueError`` if there is no such model.
+    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that marks its type of model; a pocket
+    model must be of the ``kind`` (see :func:`kind_of`), if given. A hub id's ``revision`` is read
+    from ``cache_dir``, or fetched into it. Raises ``ValueError`` if there is no such model.
     """
     if not isinstance(name, str | Path):
         raise ValueError(f"model must be a folder, a pocket name or a hub id, got {shown(name)}")
@@ -99,7 +99,7 @@ def fetched(name: str, source: Source = USUAL) -> Path:
 def files_of(
     entry: Published, source: Source = USUAL, parts: Mapping[str, Part] | None = None
 ) -> dict[str, Path]:
-    """The files of a model of several ``parts``, or of some of them, fetched.
+    """The fetched files of a model of several files, or of some of its ``parts``.
 
     Raises ``ValueError`` as :func:`specmm.zoo.hub.fetch`, and for parts that no hub has.
     """
@@ -121,7 +121,7 @@ def files_of(
 
 
 def _repository(name: str, entry: Published | None, source: Source) -> Path:
-    """The folder of a hub's whole repository; of a file's, which is not in the registry, none."""
+    """The folder of a whole hub repository; none for a single file that is not in the registry."""
     if source.file is not None:
         raise ValueError(
             f"file must be one of a published repository (specmm zoo --published), got {name}; "
@@ -144,7 +144,7 @@ def card(name: str) -> dict[str, Any]:
 
 
 def classes(folder: Path) -> list[str]:
-    """The names of the classes that the image model in ``folder`` draws, by id; none for others."""
+    """The class names of the image model in ``folder``, by id; empty for other models."""
     file = folder / SETTINGS
     names: list[str] = json.loads(file.read_text()).get("classes", []) if file.is_file() else []
     return names

@@ -28,8 +28,8 @@ UNUSED = ("original/*", "consolidated*", "*training_args*", "optimizer*", "runs/
 
 @dataclass(frozen=True)
 class Source:
-    """How a name is looked up: the ``file`` of a repository, its ``revision``, the folder of the
-    cache, and whether a large ``download`` is agreed to.
+    """How to look up a name: the ``file`` of a repository, its ``revision``, the cache's folder,
+    and whether the user agreed to a large ``download``.
     """
 
     file: str | None = None
@@ -39,14 +39,14 @@ class Source:
 
     @property
     def agreed(self) -> bool:
-        """Whether large files may be fetched."""
+        """Whether the user agreed to fetch large files."""
         return self.download or os.environ.get(AGREED, "").lower() in ("1", "true", "yes")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """``files`` of a repository, by exact names (empty: all files of its model). Their size is
-    about ``bytes``; 0: unknown, None: not looked up.
+    """``files`` of a repository, by exact names (empty: all files of its model). They have about
+    ``bytes`` bytes (0: unknown, None: not looked up).
     """
 
     repository: str
@@ -80,7 +80,7 @@ class Found:
 
 
 def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]:
-    """The cache's folders with the files wanted from each repository, downloaded if needed.
+    """The cache folders with ``everything`` wanted of each repository, downloaded if needed.
 
     Raises ``ValueError`` for a repository or file that the hub does not have, an unreachable hub,
     more than ``LARGE`` bytes without the user's consent, and files that arrived damaged.
@@ -122,7 +122,7 @@ def _look(name: str, wanted: Wanted, source: Source) -> Found:
 
 
 def _listed(wanted: Wanted, patterns: Sequence[str], source: Source) -> list[Any]:
-    """The hub's files that match ``patterns``, with their sizes, nothing fetched."""
+    """The hub's files that match ``patterns``, with their sizes; fetches nothing."""
     ignored = None if wanted.files else list(UNUSED)
     return list(_snapshot(wanted, source, patterns, ignore_patterns=ignored, dry_run=True))
 
@@ -192,7 +192,7 @@ def check_sha256(file: Path, wanted: str, name: str) -> None:
 
 
 def check_release(folder: Path, file: str, sha256: str) -> None:
-    """Raise ``ValueError`` where the hub says that ``file`` is not the one with ``sha256``."""
+    """Raise ``ValueError`` if the hub says that ``file`` does not have the hash ``sha256``."""
     blob = (folder / file).resolve().name
     if sha256 and SHA256.fullmatch(blob) and blob != sha256:
         raise ValueError(
@@ -255,7 +255,7 @@ def _explained(
 
 
 def told(size: int | None) -> str:
-    """Text for an approximate ``size`` in bytes (0: unknown), to follow a name."""
+    """An approximate ``size`` in bytes (0: unknown) as text to put after a name."""
     if size is None:
         return ""
     return f" (about {size / 1e9:.1f} GB)" if size else " (of unknown size)"
@@ -268,7 +268,7 @@ def _offline(error: BaseException) -> bool:
 
 
 def _nowhere(name: str, repository: str) -> ValueError:
-    """The error for a repository that the hub does not have."""
+    """The error for a ``repository`` that the hub lacks."""
     from specmm.zoo.published import published_models
 
     known = {one for model in published_models().values() for one in model.repositories}

@@ -1,7 +1,7 @@
 """The registry of published models: the files of each, and how they make up a folder of ours.
 
-``published.json`` names repositories and the exact files. A release of loose files (LlamaGen, VAR,
-MAR) becomes a folder of links to them in our own layout, with added sizes, settings and class
+``published.json`` names repositories and their exact files. A release of loose files (LlamaGen,
+VAR, MAR) becomes a folder of links to them in our own layout, with added sizes, settings and class
 names, so that all code that opens a folder can open it.
 """
 
@@ -32,7 +32,7 @@ SETTINGS = "settings.json"  # beside an image model, how it is usually run
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a release: of a ``repository``, or at an ``address`` that no hub serves."""
+    """A file of a release: in a ``repository``, or at an ``address`` outside hubs."""
 
     file: str
     repository: str = ""
@@ -191,7 +191,7 @@ def _classes(entry: Published) -> dict[str, list[str]]:
 
 
 def weights_name(file: Path) -> str:
-    """The name in a folder of ours for weights in a ``file`` of this kind."""
+    """The name in our folders for weights from a ``file`` with this ending."""
     return "pytorch_model.bin" if file.suffix == ".bin" else f"model{file.suffix}"
 
 

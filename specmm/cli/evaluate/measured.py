@@ -54,7 +54,7 @@ FINE = ("kid", "kid_difference")  # small numbers
 
 
 def reading(network: str) -> Callable[[Command], Command]:
-    """Make a command of a function that takes a ``reader``: the reader's options take its place.
+    """Make a command from a function of a ``reader``, whose options replace that parameter.
 
     ``network`` is the default of ``--features``.
     """
@@ -63,7 +63,7 @@ def reading(network: str) -> Callable[[Command], Command]:
 
 @dataclass
 class Printing:
-    """How measurements are printed."""
+    """Options for printing measurements."""
 
     name: Name = None
     as_json: Json = False

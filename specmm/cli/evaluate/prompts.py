@@ -18,7 +18,7 @@ def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str]
 
     A ``.jsonl`` assigns prompts to pictures, by ``file`` (as seen from its own folder; ``member``
     in an archive) and ``prompt``; any other file holds a prompt a line. Raises ``ValueError`` for a
-    line without one, and for pictures that a .jsonl does not name.
+    line without a prompt, and for pictures that a .jsonl does not name.
     """
     if file.suffix.lower() in JSON_LINES:
         return _by_name(file, pictures), ""
@@ -51,12 +51,12 @@ def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
 
 
 def _place(path: Path) -> Path:
-    """``path`` by its real folder; of two links to one file each may have its own prompt."""
+    """``path`` in its real folder; the name is not resolved, as two links may have two prompts."""
     return path.parent.resolve() / path.name
 
 
 def _surprise(names: Sequence[str]) -> str:
-    """A note where numbered pictures are not in the order of their numbers: 10 before 2."""
+    """A note if numbered pictures are not in the order of their numbers: 10 before 2."""
     parts = [re.fullmatch(r"(\D*)(\d+)(\D*)", name) for name in names]
     if not all(parts) or len({(p[1], p[3]) for p in parts if p}) != 1:
         return ""

@@ -34,7 +34,7 @@ REFERENCE_NAMES = {"mu", "sigma"}
 
 @dataclass
 class SourceReader:
-    """Reads sources; the network is loaded once, and only if one of them holds pictures."""
+    """Reads sources; the network is loaded once, and only if a source holds pictures."""
 
     network: Annotated[
         str,
@@ -68,7 +68,7 @@ class SourceReader:
         return extractors.extractor(self.network, weights=self.weights, device=device)
 
     def both(self, source: str, reference: str) -> tuple[FeatureSet, FeatureSet]:
-        """Features of both; that both can be read is checked before any is computed."""
+        """Features of both sources, after checking that both can be read."""
         return self._both(self.features, source, reference)
 
     def both_statistics(self, source: str, reference: str) -> tuple[Gaussian, Gaussian]:
@@ -122,7 +122,7 @@ class SourceReader:
     def pictures(self, source: str) -> PictureSource:
         """The pictures of ``source``, decoded by ``workers`` processes.
 
-        Raises ``ValueError`` where there are none, and for a job's output with a damaged or missing
+        Raises ``ValueError`` if there are none, and for a job's output with a damaged or missing
         result.
         """
         from specmm.jobs.verify import check_whole
@@ -155,7 +155,7 @@ class SourceReader:
 
 
 def stored_features(source: str) -> FeatureSet | None:
-    """The features in an .npz, ours or a bare matrix [N, F]; None where it holds something else."""
+    """The features in an .npz, ours or a bare matrix [N, F]; None if it holds none."""
     import numpy as np
 
     from specmm.metrics.features import FeatureSet, as_features
@@ -171,9 +171,9 @@ def stored_features(source: str) -> FeatureSet | None:
 
 
 def holds_features(source: str) -> bool:
-    """Whether ``source`` is an .npz of features; only headers are read: pictures may be gigabytes.
+    """Whether ``source`` is an .npz of features; reads only headers, as pictures may be gigabytes.
 
-    Raises ``ValueError`` for a damaged one.
+    Raises ``ValueError`` for a damaged file.
     """
     from specmm.metrics.inputs import array_header, whole
 
@@ -215,7 +215,7 @@ def npz_names(source: str) -> set[str]:
 
 
 def name_of(source: str) -> str:
-    """The method that ``specmm generate`` recorded for the pictures of ``source``, or its name."""
+    """The method that ``specmm generate`` recorded in ``source``'s pictures, or its file name."""
     run = Path(source) / "run.json"
     try:
         return str(json.loads(run.read_text(encoding="utf-8"))["method"])
