@@ -106,9 +106,7 @@ class Stack:
 
 
 class ResLevel(nn.Module):
-    """Level ``i`` of a stack: residual blocks, each followed by optional attention, then a
-    resampling.
-    """
+    """Level ``i`` of a stack: residual blocks, each with optional attention, then a resampling."""
 
     def __init__(
         self, stack: Stack, i: int, c_in: int, c_out: int, resample: Literal["down", "up", ""]
@@ -228,9 +226,7 @@ class VQConfig:
 
 @dataclass
 class VQCodes:
-    """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], two
-    losses.
-    """
+    """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], losses."""
 
     codes: Tensor
     indices: Tensor

@@ -181,9 +181,7 @@ def listed(classes: Classes) -> list[Any]:
 
 
 def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:
-    """Ids of class names or ids (``"3"``, too); ``ValueError`` with a suggestion for an unknown
-    one.
-    """
+    """Ids of class names or ids (``"3"``, too); ``ValueError`` with a suggestion for others."""
     return [_class_id(item, names, count) for item in wanted]
 
 

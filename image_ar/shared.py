@@ -454,9 +454,7 @@ class PicturePipeline(ABC, Generic[M]):
         return {name: getattr(settings, name) for name in self.sampling_options}
 
     def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
-        """Decides whether ``batch`` pictures at a time are drawn by ``method`` compiled or on
-        ``target``.
-        """
+        """Decides whether ``batch`` pictures of ``method`` run compiled or on ``target``."""
         key = (method, *self.work(target), batch)
         make = partial(self.quick, target, method, batch)
         return self.works.begin(compiled, target, make, self.transformer, key)

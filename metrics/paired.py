@@ -50,9 +50,7 @@ def reconstruction(
     extractor: Extractor | None = None,
     batch: int = 16,
 ) -> list[Measurement]:
-    """PSNR, SSIM and (by ``extractor``) rFID of pairs [H, W, 3] uint8, all of one size >= 11
-    pixels.
-    """
+    """PSNR, SSIM and (by ``extractor``) rFID of pairs [H, W, 3] uint8 of one size, 11 or more."""
     metrics: dict[str, tuple[Score, Protocol]] = {"psnr": (psnr, PSNR), "ssim": (ssim, SSIM)}
     scores: dict[str, list[Tensor]] = {name: [] for name in metrics}
     sides: dict[int, FeatureStatistics] = {}  # 0: originals, 1: reconstructions

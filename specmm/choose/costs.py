@@ -68,9 +68,7 @@ def lookup(table: Table, size: int) -> float:
 
 
 class Expected(NamedTuple):
-    """Expectations for a tree of ``shape``: ``speedup`` over plain decoding, tokens a round
-    ``tau``.
-    """
+    """Expectations for a tree of ``shape``: ``speedup`` and tokens a round ``tau``."""
 
     shape: TreeShape
     speedup: float

@@ -197,9 +197,7 @@ class Products:
         return cls(layers, rows, notes=Notes.of_machine("threads", (sizes, rows, allowed())))
 
     def choose(self, most: int) -> Choice:
-        """The fastest number of threads up to ``most``: remembered, unless products are slower
-        than they were.
-        """
+        """The fastest number of threads up to ``most``, remembered until products change speed."""
         if self.choice is None or self.choice.count > most:
             known = self.notes.read(_parsed)
             if known is not None and 1 <= known[0].count <= most:

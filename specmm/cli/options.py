@@ -141,8 +141,8 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def refuse(models: str, **given: object) -> None:
-    """Raise ``ValueError`` for the first ``given`` option (not None or empty): ``models`` do not
-    read it.
+    """Raise ``ValueError`` for the first ``given`` option (not empty), as ``models`` do not read
+    it.
     """
     for name, value in given.items():
         if not (value is None or value is False or value == []):

@@ -248,9 +248,7 @@ def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -
 
 
 def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> Decisions:
-    """Keep x if it is the argmax once its mass is relaxed; of the kept paths, the longest first
-    one.
-    """
+    """Keep x if it is the argmax once its mass is relaxed; the path is the longest kept one."""
     best = likeliest(p)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)
     wanted = best.gather(1, parents)

@@ -191,9 +191,7 @@ class Generating:
 
 
 def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict[str, object]:
-    """Generate's settings for certificates: those of ``config``, and the caller's own
-    ``processors``.
-    """
+    """Generate's settings for certificates: those of ``config``, and the caller's ``processors``."""
     given = config.to_diff_dict()
     settings: dict[str, object] = {"temperature": 0.0}
     if config.do_sample:

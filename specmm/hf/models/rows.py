@@ -232,9 +232,7 @@ class RowsTarget(VLMTarget):
 
     @property
     def reads_pieces(self) -> bool:
-        """Whether texts can be read in pieces, as chains; drafters know M-RoPE of whole prompts
-        only.
-        """
+        """Whether texts can be read in pieces (chains); drafters need M-RoPE of whole prompts."""
         return self.packs and not (self.wants_context and self.family.mrope)
 
     def score(self, tree: DraftTree) -> TargetOutput:
@@ -324,9 +322,7 @@ def _joined(before: Context, after: Context) -> Context:
 
 
 def why_no_rows(family: Family, way: Way) -> str:
-    """Why rows of a ``family``'s model, run in this ``way``, cannot join a batch; empty if they
-    can.
-    """
+    """Why rows of a ``family``'s model, run this ``way``, cannot join a batch; empty if they can."""
     if family.turning_point is not None or family.stretched_after is not None:
         return "its positions depend on the length of a text"
     if not any(family.layer_sizes):
