@@ -146,6 +146,7 @@ def block_source(
 
 
 def _diffusion(drafter: Any) -> Diffusion:
+    """``drafter``, or a bare diffusion model as one; raises ``ValueError`` for others."""
     if isinstance(drafter, Diffusion):
         return drafter
     if not hasattr(drafter, "mask"):

@@ -63,6 +63,7 @@ def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
 
 
 def _facts(model: DFlash, target: PreTrainedModel, head: HeadSizes | None) -> dict[str, Any]:
+    """The ``config.json`` of a speculators folder for ``model``."""
     config = model.config
     algorithm = "dflash" if head is None else "dspark"
     head_facts = {} if head is None else {"markov_rank": head.size, "markov_head_type": head.kind}

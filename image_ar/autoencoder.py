@@ -226,7 +226,7 @@ class VQConfig:
 
 @dataclass
 class VQCodes:
-    """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], losses."""
+    """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], loss."""
 
     codes: Tensor
     indices: Tensor

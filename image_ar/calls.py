@@ -186,6 +186,7 @@ def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> 
 
 
 def _class_id(item: object, names: Sequence[str], count: int) -> int:
+    """The id of a class, by its name or number; raises ``ValueError`` for an unknown one."""
     if isinstance(item, str) and not item.isdecimal():
         if item not in names:
             raise unknown("class", item, names)

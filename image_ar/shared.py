@@ -196,6 +196,7 @@ class PicturePipeline(ABC, Generic[M]):
             return self._called(given)
 
     def _called(self, given: dict[str, Any]) -> Any:
+        """The work of :meth:`called`: check, settle the method, draw batches, certify."""
         check_holds_numbers(self.transformer, self.name)
         check_multiplies(self.transformer, self.name)
         batch_size, output_type = given["batch_size"], given["output_type"]

@@ -56,6 +56,7 @@ def mean_score(
 
 
 def _check_questions(predictions: Predictions, answers: Answers) -> None:
+    """Raise ``ValueError`` unless both have the same questions, and answers to all."""
     if not answers:
         raise ValueError("answers must hold at least one question, got none; check the file")
     unknown = [q for q in predictions if q not in answers]
@@ -202,6 +203,7 @@ def read_answers(path: Path) -> Answers:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of the file ``path``, each after its place; ``ValueError`` for others."""
     listed = _values(path)
     if not listed:
         raise ValueError(f"{path} must hold at least one entry, got none; is it the right file?")
@@ -230,6 +232,7 @@ def _values(path: Path) -> list[tuple[str, Any]]:
 
 
 def _add(entries: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:
+    """Add ``value`` under the question that ``entry`` names; ``ValueError`` for a second one."""
     name = next((entry[k] for k in QUESTION if k in entry), None)
     if name is None or isinstance(name, bool | list | dict):
         names = ", ".join(QUESTION)

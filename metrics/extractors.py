@@ -95,6 +95,7 @@ class Extractor:
     def _stream(
         self, pictures: Pictures, network: Step, protocol: Protocol, batch: int, title: str | None
     ) -> Iterator[FeatureSet]:
+        """Blocks of features of ``pictures`` by ``network``, ``batch`` pictures at a time."""
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
         protocols = {**protocol, **getattr(pictures, "protocol", {})}
@@ -106,6 +107,7 @@ class Extractor:
 
     @torch.inference_mode()
     def _run(self, rows: list[Tensor], network: Step) -> Tensor:
+        """Features of one batch; pictures of several sizes are prepared one by one."""
         same = len({r.shape for r in rows}) == 1
         stacks = [torch.stack(rows)] if same else [r[None] for r in rows]
         ready = [self.prepare(s.to(self.device)) for s in stacks]

@@ -117,6 +117,7 @@ def open_pictures(
 
 
 def _flat(source: Any) -> Iterator[np.ndarray]:
+    """The pictures in arrays, PIL pictures, pipeline outputs, or a function that returns some."""
     items = source() if callable(source) else source
     for item in getattr(items, "images", items):
         if hasattr(item, "images"):
@@ -171,6 +172,7 @@ class PictureFile:
 
 
 def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]]:
+    """The pictures of ``entries`` by name, or the reason why one cannot be read."""
     decoded: list[tuple[str, np.ndarray | str]] = []  # or why not: workers return errors
     for entry in entries:
         try:
@@ -194,6 +196,7 @@ def decode(data: bytes) -> np.ndarray:
 def _decoded(
     files: list[PictureFile], skip_bad: bool, workers: int, skipped: Skipped
 ) -> Iterator[np.ndarray]:
+    """The pictures of ``files``; unreadable ones go to ``skipped``, or raise ``ValueError``."""
     options: dict[str, Any] = {"batch_size": BLOCK, "num_workers": workers}
     for block in DataLoader(files, collate_fn=_decode_all, **options):  # type: ignore[arg-type]
         for name, picture in block:
@@ -353,6 +356,7 @@ def _rows(path: Path) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
+    """The opened array of pictures in ``path``, read up to its numbers, and its shape."""
     with contextlib.ExitStack() as stack, whole(path, "numpy file"):
         file = _open_array(path, stack)
         with whole(path, "numpy file", ValueError):
@@ -378,6 +382,7 @@ def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
 
 
 def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
+    """The array's file inside ``path`` (.npy or .npz), opened."""
     if path.suffix.lower() == ".npy":
         return stack.enter_context(path.open("rb"))
     archive = stack.enter_context(zipfile.ZipFile(path))

@@ -124,6 +124,7 @@ def pairs(first: Iterable[T], second: Iterable[U], what: str) -> Iterator[tuple[
 
 
 def _stacks(rows: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of one size stacked as [n, 3, H, W]; ``ValueError`` for pairs of two sizes."""
     sizes: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
     for one, two in rows:
         if one.shape != two.shape:

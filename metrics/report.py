@@ -104,6 +104,7 @@ def cell(value: object) -> str:
 
 
 def _read(path: Path) -> list[Row]:
+    """The rows of a result file, each with its method."""
     if path.suffix == ".csv":
         return _csv(path)
     if path.suffix != ".json":

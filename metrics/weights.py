@@ -136,6 +136,7 @@ def main_file(folder: Path) -> Path:
 
 
 def _places(name: str, wanted: KnownWeights) -> list[Path]:
+    """Folders in which to look for the weights called ``name``, in order."""
     places = [weights_folder() / name, weights_folder()]
     if wanted.package:
         spec = importlib.util.find_spec(wanted.package[0])  # located, not imported

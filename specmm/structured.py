@@ -193,6 +193,7 @@ class Matchers:
         return b"" if matcher is None else str(matcher.find_jump_forward_string()).encode()
 
     def _mask(self, row: int, answer: Sequence[int]) -> Mask | None:
+        """The allowed tokens as :meth:`mask` gives them, not cached."""
         from xgrammar import allocate_token_bitmask
 
         matcher = self._matcher(row, answer)

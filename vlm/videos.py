@@ -152,6 +152,7 @@ def _picked(frames: np.ndarray, metadata: VideoMetadata, indices: list[int]) -> 
 
 
 def _of_pictures(name: str, pictures: Sequence[Source], fps: float | None) -> Video:
+    """A video of single ``pictures``; raises ``ValueError`` unless they have one size."""
     frames = [open_image(picture) for picture in pictures]
     sizes = {frame.size for frame in frames}
     if len(sizes) != 1:
@@ -200,6 +201,7 @@ def _read_animation(path: Path, choose: Choice) -> Frames:
 
 
 def _frames_of(path: Path, choose: Choice) -> Frames:
+    """The frames of an animation that ``choose`` picks by its metadata."""
     with Image.open(path) as image:
         count = int(getattr(image, "n_frames", 1))
         width, height = image.size

@@ -105,6 +105,7 @@ def _check_videos(processor: Any, counts: Mapping[str, int]) -> None:
 
 
 def _check_raw(text: str, counts: Mapping[str, int], tokens: Mapping[str, str | None]) -> None:
+    """Raise ``ValueError`` unless ``text`` has a placeholder for each picture and video."""
     for kind, token in tokens.items():
         if token and text.count(token) != counts[kind]:
             many = {"image": "pictures", "video": "videos"}[kind]

@@ -112,6 +112,7 @@ class DFlashConfig:
         self._check_heads()
 
     def _check_heads(self) -> None:
+        """Raise ``ValueError`` for a release's head with impossible sizes or options."""
         head = self.head
         if head is None:
             if self.confidence == "markov":
@@ -166,6 +167,7 @@ class DFlashConfig:
 
 
 def _layer_sizes(given: Facts) -> Any:
+    """The drafter's layers as a Qwen3 config, from the sizes ``given``."""
     kind: Any = Qwen3Config
     width = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
     return kind(

@@ -169,6 +169,7 @@ def _full(
     mask: int,
     shift: int,
 ) -> FullAttention:
+    """A Dream or LLaDA ``model`` with the weights ``state``, as a :class:`FullAttention`."""
     if model.config.tie_word_embeddings and TOKENS in state:
         state = {HEAD: state[TOKENS], **state}
     load_strict(model, state, LEFTOVERS, source, dtype)
@@ -206,6 +207,7 @@ def _llama_name(name: str) -> str:
 
 
 def _ddit(facts: Facts, state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:
+    """The MDLM or BD3LM with the weights ``state``; not with time conditioning."""
     if facts.get("time_conditioning"):
         raise ValueError(f"{source} must be a model without time conditioning, got one with it")
     state = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}

@@ -223,6 +223,7 @@ class _GivenNumbers:
         return True
 
     def _take(self, i: int, rows: Mask | None, count: int) -> Tensor:
+        """The next ``count`` numbers of stream ``i`` for ``rows``; notes if they run out."""
         stream = self.streams[i]
         taking = (self.going if rows is None else self.going & rows.view_as(self.going)).long()
         first = self.used[i][:, None] + (taking.cumsum(1) - taking) * count  # [B, n]

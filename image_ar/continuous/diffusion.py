@@ -56,6 +56,7 @@ def spaced_timesteps(spec: str, steps: int = BASE_STEPS) -> list[int]:
 
 
 def _even(wanted: int, steps: int) -> list[int]:
+    """``wanted`` of ``steps`` timesteps with an integer stride, for "ddim" specs."""
     strides = {len(range(0, steps, stride)): stride for stride in range(steps, 0, -1)}
     if wanted in strides:
         return list(range(0, steps, strides[wanted]))
@@ -67,6 +68,7 @@ def _even(wanted: int, steps: int) -> list[int]:
 
 
 def _strided(wanted: int, size: int) -> list[int]:
+    """``wanted`` offsets below ``size`` with a fractional stride, both ends included."""
     if wanted > size:
         raise ValueError(f"head steps must be at most {size} in each section, got {wanted}")
     stride = 1.0 if wanted == 1 else (size - 1) / (wanted - 1)

@@ -130,6 +130,7 @@ def assemble(
 def _rule(
     spec: RuleName, kind: RuleKind, target: DrawingTarget, parts: PictureParts, greedy: bool
 ) -> Rule:
+    """The rule of ``spec``; rules of codes get the table of neighbours, greedy ones match."""
     if greedy and not kind.relaxed:
         return GreedyMatch()
     if not kind.codes:

@@ -319,6 +319,7 @@ def _load_eagle_for(folder: Path, target: Transformer) -> EagleHead:
 
 
 def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -> None:
+    """Raise :class:`FileError` unless the sizes in the file are the ``wanted`` ones."""
     file = weights_file(path).with_name("config.json")
     facts = read_json(file) if file.is_file() else {}
     if "embed_tokens.weight" in state:

@@ -70,6 +70,7 @@ def _(
 def _check(
     probs: Tensor, tokens: Tensor, parents: Tensor, uniforms: Tensor, drafts: Tensor | None
 ) -> None:
+    """Raise ``ValueError`` for sizes and dtypes that do not fit together."""
     batch, nodes = tokens.shape
     if probs.shape[:2] != tokens.shape or parents.shape not in ((1, nodes), (batch, nodes)):
         raise ValueError(

@@ -45,6 +45,7 @@ def commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int
 
 
 def _check(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor) -> None:
+    """Raise ``ValueError`` for sizes and strides that do not fit together."""
     if data.ndim != 5 or data.stride(-1) != 1 or data.shape[1] % len(path):
         raise ValueError(
             f"data must be [A, R, S, H, D] with R a multiple of the {len(path)} paths and a dense "

@@ -22,6 +22,7 @@ LEAST, MOST = -(2**31), 2**31 - 1  # integers
 def _kth_largest(
     x_ptr, out_ptr, width, k, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """Store one row's ``k``-th largest number."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * width + column, mask=column < width, other=float("-inf"))

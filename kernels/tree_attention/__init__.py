@@ -80,6 +80,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, causal: bool 
 
 
 def _check(q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask) -> None:
+    """Raise ``ValueError`` for sizes, dtypes and strides that do not fit together."""
     words, lengths, hidden = mask.words, mask.lengths, mask.hidden
     rows, heads, nodes, width = q.shape
     _, kv, slots, _ = keys.shape

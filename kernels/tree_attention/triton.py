@@ -100,6 +100,7 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDDEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """One tile of queries of one head over one split of the prefix; the last also over the tree."""
     row, head, node, query, q = _begin(
         q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D
     )

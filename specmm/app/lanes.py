@@ -107,6 +107,7 @@ class PictureLane:
         self._ended.wait()
 
     def _draw(self) -> None:
+        """Run the pipeline in the lane's thread, whenever ``advance`` lets it."""
         self._go.acquire()
         try:
             with self.clock.running(), watched(self.watch):
@@ -119,6 +120,7 @@ class PictureLane:
         self._paused.release()
 
     def _step(self, pipe: Any, step: int, count: int, state: dict[str, Any]) -> dict[str, Any]:
+        """The callback after a round: hand control back once the turn's time is over."""
         with self.clock.paused():
             self.counts.append(count)
             self.state = state
@@ -164,6 +166,7 @@ class TextLane:
             self._round()
 
     def _round(self) -> None:
+        """Run one round, or store the finished answer."""
         pieces = next(self._rounds, None)
         if pieces is None:
             assert self._end is not None

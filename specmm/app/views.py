@@ -84,6 +84,7 @@ def _landed(lane: PictureLane) -> Cells:
 
 
 def _scales(lane: PictureLane) -> Cells:
+    """Cells of a VAR's scales, by whether the small model drew them."""
     scales = len(lane.pipe.transformer.config.patch_nums)
     done = max(lane.counts, default=0)
     if not lane.watch.turns:  # drafted and verified: the last of a pass is the large model's

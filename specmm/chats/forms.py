@@ -211,6 +211,7 @@ class _Said:
         return {"role": role, "content": parts, **message}
 
     def _parts(self, content: Any, role: str) -> list[Part]:
+        """The parts of a message's ``content``, a text or a list."""
         if isinstance(content, str):
             return [_text(content)] if role == "assistant" else self._marked(content)
         if not isinstance(content, list):
@@ -230,6 +231,7 @@ class _Said:
         return [part for part in found if part.get("text") != ""] or [_text("")]
 
     def _part(self, part: Any) -> list[Part]:
+        """One part of a message; notes the picture or video that it shows."""
         if isinstance(part, str):
             return [_text(part)]
         if not isinstance(part, Mapping):

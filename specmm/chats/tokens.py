@@ -127,6 +127,7 @@ class ChatReader:
         return with_it[_alike(with_it, without) :]
 
     def _render(self, messages: Sequence[Message], tools: Any = None, begin: bool = False) -> str:
+        """``messages`` in the chat template; with ``begin`` followed by the generation prompt."""
         template = getattr(self.reader, "chat_template", None)
         given = {**self.given, **({"tools": list(tools)} if tools else {})}
         given |= {} if template else {"chat_template": self.template}
@@ -183,6 +184,7 @@ class ChatReader:
         return {**visible, "content": [{"type": "text", "text": text.lstrip()}]}
 
     def _spans(self, messages: list[Message], chat: Chat) -> tuple[str, list[Span]]:
+        """The text of ``messages`` and the spans (in characters) of the model's answers."""
         if self.template is None:
             return self._untemplated(messages, chat)
         if "endgeneration" in str(self.template):

@@ -38,6 +38,7 @@ class AcceptanceCounter:
         return self.drafter.propose(feedback, uniforms)
 
     def _count(self, path: Tensor, kept: Tensor) -> None:
+        """Count the visited levels, and accepted ranks, of the paths of a round."""
         ranks = self.shape.ranks[0]
         for depth in range(1, path.shape[1]):
             before = path[:, depth - 1]

@@ -116,6 +116,7 @@ class _Noted(NamedTuple):
 
 
 def _parsed(notes: Any) -> _Noted:
+    """Notes read from their file's value."""
     calls, *times = notes["sums"]
     decoded, lasted, spent = map(float, times)
     samples = {

@@ -65,6 +65,7 @@ def doctor(
 
 
 def _facts(diagnosis: Diagnosis, place: str) -> dict[str, object]:
+    """The diagnosis for JSON."""
     usual, best = diagnosis.own, diagnosis.best
     changes = [
         {"change": change.named, "hint": change.hint, "tau": one.tau, "sampled": one.sampled}
@@ -86,6 +87,7 @@ def _facts(diagnosis: Diagnosis, place: str) -> dict[str, object]:
 
 
 def _lines(diagnosis: Diagnosis, place: str) -> Iterator[str]:
+    """The diagnosis as text, line by line."""
     usual, best = diagnosis.own, diagnosis.best
     count = int(usual.seen.long.sum())
     yield f"{place}, on {len(usual.seen.tokens)} answers of its target ({count} tokens, greedy)"

@@ -60,6 +60,7 @@ def export(
 
 
 def _lines(inspection: Inspection, target: str | None) -> list[str]:
+    """The description of a drafter as text, line by line."""
     lines = [f"{inspection.folder}", f"  {inspection.format}"]
     lines += [f"  {does:9} by {', '.join(names)}" for does, names in inspection.takes.items()]
     if inspection.methods:

@@ -465,6 +465,7 @@ def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> P
 
 
 def _stats(histogram: Tensor, rounds: int, seconds: float, clock: Clock) -> Stats:
+    """A run's statistics, from each row's ``histogram`` of rounds by committed tokens."""
     accepted = histogram[:, 1:].sum(0).tolist()
     return Stats(
         tokens=len(histogram) + sum(n * (i + 1) for i, n in enumerate(accepted)),

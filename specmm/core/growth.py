@@ -179,6 +179,7 @@ class Growth:
         states: Tensor,
         uniforms: UniformSource,
     ) -> DraftTree:
+        """A tree of fixed ``shape`` below ``root``, one level a forward."""
         tokens = root[:, None].repeat(1, shape.size)
         probs = chances = None
         if self.weighs:
@@ -213,6 +214,7 @@ class Growth:
         return self.vocabulary.to_target(drafts), probs
 
     def _dynamic(self, head: FeatureHead, tree: Dynamic, root: Tensor, state: Tensor) -> DraftTree:
+        """EAGLE-2's tree below ``root``: a beam grows for ``depth`` levels, then is reranked."""
         k = tree.top_k
         branches = self.cache.size.branches
         shift = self.vocabulary.shift

@@ -35,6 +35,7 @@ def slots_of(owner: object, name: str) -> list[Slot]:
 
 
 def _slots(owner: object, name: str, seen: set[int]) -> Iterator[Slot]:
+    """The slots of one object's declared attributes."""
     kind = type(owner)
     if id(owner) in seen:
         return

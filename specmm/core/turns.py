@@ -67,6 +67,7 @@ class Turns:
             yield item
 
     def _wait(self) -> None:
+        """Take the turn, or wait in the queue for it; an interrupted wait leaves the queue."""
         me = threading.get_ident()
         called = threading.Event()
         with self._guard:
@@ -87,6 +88,7 @@ class Turns:
             raise
 
     def _give(self) -> None:
+        """Release the turn once, and pass it to the next thread when all are released."""
         with self._guard:
             self._depth -= 1
             if self._depth:

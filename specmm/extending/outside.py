@@ -164,6 +164,7 @@ class OutsideDrafter:
         return tree
 
     def _check(self, tree: DraftTree, feedback: Feedback) -> None:
+        """Raise ``ValueError`` for a tree that breaks what the drafter declares."""
         if not isinstance(tree, DraftTree):
             raise ValueError(f"{self} must propose a DraftTree, got a {type(tree).__name__}")
         shape = tree.shape
@@ -185,6 +186,7 @@ class OutsideDrafter:
                 self._check_siblings(tree, tree.probs, self.needed)
 
     def _check_shape(self, tree: DraftTree) -> None:
+        """Check depth and width of a new shape; note shapes with recorded distributions."""
         shape = tree.shape
         if shape is self._shape and shape.fixed:
             return

@@ -106,6 +106,7 @@ def _read_safetensors(file: Path) -> State:
 
 
 def _read_pickle(file: Path) -> object:
+    """The content of a PyTorch ``file``, of which only tensors and options are loaded."""
     file.open("rb").close()
     try:
         # LlamaGen's training saves its options beside the tensors

@@ -263,6 +263,7 @@ def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False
 
 
 def _multiplied(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+    """:func:`product` of a plain layer: by oneDNN, prepacked or fused, if that is faster."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return _plain(layer, x, bias, gelu)
     packed = layer.current(x, gelu) if isinstance(layer, PackedLinear) else None

@@ -51,6 +51,7 @@ def header(source: str | IO[bytes] | Image.Image, most: int | None = None) -> Im
 
 
 def _opened(file: str | IO[bytes], most: int) -> Image.Image:
+    """Pillow's picture of ``file``, not yet decoded; its errors as sentences."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)

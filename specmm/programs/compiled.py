@@ -142,6 +142,7 @@ class Program:
         return self._run(*args)
 
     def _run(self, *args: Any) -> Any:
+        """Run the program; in parts, or uncompiled, if PyTorch cannot compile it otherwise."""
         if self.run is self.function:
             count_uncompiled()
             return self.run(*args)

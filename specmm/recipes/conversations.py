@@ -189,6 +189,7 @@ def _looked_through(rows: Iterator[Any], unanswered: bool) -> Iterator[Chat | Un
 
 
 def _looked(row: tuple[Any, Path, str], unanswered: bool) -> Chat | Unusable:
+    """The chat of a ``row`` with its pictures opened, or the error that makes it unusable."""
     content, folder, place = row
     try:
         chat = chat_of(content, folder, place, unanswered)

@@ -352,6 +352,7 @@ class _Loop:
 def _optimizers(
     model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, muon: float
 ) -> list[torch.optim.Optimizer]:
+    """AdamW, without decay for vectors; with ``muon``, Muon for matrices of numbered layers."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     inner = [p for name, p in named if muon and p.ndim == 2 and NUMBERED.search(name)]
     apart = set(map(id, inner))
@@ -386,6 +387,7 @@ def check_same(out: Path, made_of: Mapping[str, object]) -> None:
 
 
 def _check_same(path: Path, saved: Mapping[str, Any], made_of: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` if the facts ``saved`` in a checkpoint differ from ``made_of``."""
     before = saved.get("made_of", {})
     now = {name: value if value is None else str(value) for name, value in made_of.items()}
     if changed := [

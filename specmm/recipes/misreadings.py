@@ -191,7 +191,7 @@ def _of_layers(reading: LayerReading, seen: Evidence) -> Tried:
 def relayered(
     layers: MtpLayers, new: Sequence[Any], parts: Callable[[Any], Mapping[str, Any]] = lambda _: {}
 ) -> MtpLayers:
-    """``layers`` with copies of the layers ``new``, which share weights but for ``parts`` of each."""
+    """``layers`` with copies of the layers ``new``, which share weights but for their ``parts``."""
     model = sharing(layers.model)
     model.layers = nn.ModuleList(map(sharing, new))
     for layer, before in zip(model.layers, new, strict=True):

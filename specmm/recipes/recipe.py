@@ -232,6 +232,7 @@ def _check_bounds(name: str, value: float, least: float, most: float = float("in
 
 
 def _read(value: Any, kind: Any) -> Any:
+    """``value``, or the ``kind`` that a text spells; what does not parse is returned as is."""
     if kind is float and type(value) is int:
         return float(value)
     if kind is str and isinstance(value, Path):

@@ -118,6 +118,7 @@ class Source(Data):
             return self._chats(begun) if given == ["data"] else self._texts(begun)
 
     def _chats(self, begun: Begun) -> Lessons:
+        """Training data from chats, a share of them with the target's own answers."""
         training = begun.training
         load = lambda: begun.target  # noqa: E731
         opened = self.opened(begun.folder, load, training.out, training.seed, self.drawn == 1)

@@ -107,6 +107,7 @@ def _by_level(shape: TreeShape) -> list[Families]:
 
 
 def _shared(shape: TreeShape, level: int | None = None) -> Families:
+    """The families of a shape that all rows share, the largest first."""
     families: dict[int, list[int]] = {}
     for node, parent in enumerate(shape.parents[0].tolist()[1:], start=1):
         families.setdefault(parent, []).append(node)
@@ -122,6 +123,7 @@ def _shared(shape: TreeShape, level: int | None = None) -> Families:
 
 
 def _ragged(shape: TreeShape, level: int | None = None) -> Families:
+    """The families of shapes that differ by row: all nodes, absent children marked."""
     children = shape.children  # [B, N, K]
     if level is not None:
         children = torch.where((shape.depths == level)[..., None], children, -1)

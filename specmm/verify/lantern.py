@@ -222,6 +222,8 @@ def _corrected(near: Neighbourhood) -> Step:
 
 
 def _released(near: Neighbourhood, *, lumina: bool) -> Step:
+    """The step of the release's residual, or of Lumina-mGPT's."""
+
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
         token_prob = take(target, trial.token)
         borrowed, any_near = near.borrowed(target, trial.token, token_prob)

@@ -44,6 +44,7 @@ StepRule: TypeAlias = Callable[[Dist, int, Dist | None, int], tuple[float, Dist]
 
 
 def _top_down(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None, step: StepRule) -> Result:
+    """Chances and next distributions of a top-down rule, one ``step`` a sibling."""
     accept = [1.0] * len(tokens)
     next_probs = [list(dist) for dist in p]
     for node in range(len(tokens)):

@@ -193,6 +193,7 @@ def endings(shape: TreeShape, decisions: Decisions) -> Tensor:
 
 
 def _endings_from_the_root(shape: TreeShape, accept: Tensor) -> Tensor:
+    """:func:`endings` of a top-down rule: reached, and all children refused."""
     refuse = (1 - accept)[:, None]  # [B, 1, N]
     chosen = accept * torch.where(shape.earlier_siblings, refuse, 1.0).prod(-1)
     chosen[:, 0] = 1

@@ -128,6 +128,7 @@ def _listed(wanted: Wanted, patterns: Sequence[str], source: Source) -> list[Any
 
 
 def _snapshot(wanted: Wanted, source: Source, patterns: Sequence[str], **options: Any) -> Any:
+    """The hub's snapshot of the files that match ``patterns``; quiet if nothing is fetched."""
     from huggingface_hub import snapshot_download
     from tqdm.auto import tqdm
 
@@ -148,6 +149,7 @@ def _snapshot(wanted: Wanted, source: Source, patterns: Sequence[str], **options
 
 
 def _check_agreed(name: str, missing: Sequence[Any], source: Source) -> None:
+    """Raise ``ValueError`` for large ``missing`` files without the user's consent."""
     size = sum(file.file_size or 0 for file in missing)
     if size < LARGE or source.agreed:
         return

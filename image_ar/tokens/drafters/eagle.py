@@ -233,6 +233,7 @@ class EagleDrafter:
             return self.head(rows, hidden, positions, bias, self.cache.layers[0])
 
     def _read_prompt(self, feedback: Feedback) -> Tensor:
+        """Read the prefix, followed by the first token; the predicted state after it."""
         hidden = feedback.output.hidden
         cache = self.cache
         prefix = hidden.shape[1]

@@ -30,6 +30,7 @@ def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str]
 
 
 def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
+    """The prompts of ``pictures`` from a .jsonl ``file`` that names each picture."""
     prompts: dict[tuple[Path, str], str] = {}
     for where, row in json_lines(file):
         row = row if isinstance(row, dict) else {type(row).__name__: None}

@@ -67,6 +67,7 @@ def vqa(
 def _score(
     metric: str, predictions: "Predictions", answers: "Answers", variant: "Variant", seed: int
 ) -> "Measurement":
+    """The ``metric`` of ``predictions`` against ``answers``."""
     from specmm.metrics import answers as texts
     from specmm.metrics.intervals import Bootstrap
     from specmm.metrics.vqa import vqa_accuracy
@@ -154,6 +155,7 @@ def _sentence(comparison: "Comparison") -> str:
 
 
 def _compare_results(first: Path, second: Path, as_json: bool) -> None:
+    """Print the differences of two result files."""
     with stdout_reserved():
         from specmm.metrics.measurement import compare_results, read_measurements, unequal_counts
 

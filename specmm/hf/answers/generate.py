@@ -191,7 +191,7 @@ class Generating:
 
 
 def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict[str, object]:
-    """Generate's settings for certificates: those of ``config``, and the caller's ``processors``."""
+    """Generate's settings for certificates: those of ``config``, and the caller's processors."""
     given = config.to_diff_dict()
     settings: dict[str, object] = {"temperature": 0.0}
     if config.do_sample:
@@ -264,6 +264,7 @@ def _inputs(given: dict[str, Any], input_ids: Tensor, positions_given: bool) -> 
 def _stop_criteria(
     stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[StopStringCriteria]:
+    """The stopping criteria for the texts ``stop``; without a tokenizer ``ValueError``."""
     texts = stop_texts(stop)
     if not texts:
         return []
@@ -284,6 +285,7 @@ def _locals_of_generate() -> dict[str, Any]:
 
 
 def _one_streamer(ours: BaseStreamer | None, theirs: BaseStreamer | None) -> BaseStreamer | None:
+    """The streamer given here or to generate; ``ValueError`` for both."""
     if ours is not None and theirs is not None:
         for one in {id(ours): ours, id(theirs): theirs}.values():
             one.end()

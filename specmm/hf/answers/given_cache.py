@@ -117,6 +117,7 @@ class ResumedTarget(VLMTarget):
         return [torch.stack(parts) for parts in found]
 
     def _check_known(self, prompt: VLMPrompt) -> None:
+        """Raise ``ValueError`` for a prompt that cannot continue the cache."""
         count = self.known[0].shape[2]
         if len(prompt.lengths) > 1 or prompt.padded:
             what = "padding" if len(prompt.lengths) == 1 else f"{len(prompt.lengths)} rows"

@@ -87,6 +87,7 @@ class ModelFolder:
 
 
 def _header(file: Path) -> dict[str, Weight]:
+    """The tensors in a safetensors ``file``, by its header alone."""
     try:
         with safe_open(file, "pt") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -135,6 +136,7 @@ def _is_dflash(folder: ModelFolder) -> bool:
 
 
 def _is_msd(folder: ModelFolder) -> bool:
+    """Whether ``folder`` holds an MSD head, ours or released."""
     nested = "text_config" in folder.facts or "vision_config" in folder.facts
     shared = bool(folder.facts.get("target_embeddings")) and not nested
     pickled = not folder.weights and bool(folder.files)

@@ -288,6 +288,7 @@ def _usual(config: Eagle3Config, target: PreTrainedModel | None) -> bool:
 
 
 def _speculators_facts(config: Eagle3Config, target: PreTrainedModel | None) -> dict[str, Any]:
+    """The ``config.json`` of speculators' layout."""
     kind = "eagle3" if config.mask is None else "peagle"
     sizes: Any = config.sizes
     layer = sizes.to_diff_dict() | {"model_type": sizes.model_type, "head_dim": sizes.head_dim}
@@ -327,6 +328,7 @@ def speculators_facts(
 
 
 def _flat_facts(config: Eagle3Config, layout: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The ``config.json`` of SafeAILab's or SpecForge's layout."""
     sizes: Any = config.sizes
     scaled = dict(sizes.rope_parameters)
     base = scaled.pop("rope_theta")

@@ -215,6 +215,7 @@ class Eagle3Head(nn.Module):
         return [x.gather(0, self.parts.expand(1, *x.shape[1:]))[0] for x in turns]
 
     def _first(self, embeddings: Tensor, hidden: Tensor, shared: dict[str, Any]) -> Tensor:
+        """The first layer, which reads embedding and state side by side."""
         layer = self.layers[0]
         normed = layer.hidden_norm(hidden)
         read = torch.cat([layer.input_layernorm(embeddings), normed], dim=-1)

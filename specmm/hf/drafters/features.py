@@ -231,6 +231,7 @@ class FeatureDrafter:
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
     ) -> Tensor:
+        """States predicted after ``tokens``; a parallel head has them from its masks."""
         with self.clock("draft"):
             if self.ahead is not None and depth:
                 return self.ahead.after(depth, tokens.shape[1])

@@ -110,6 +110,7 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
 
     def inspection(self) -> Inspection:
+        """The description of the folder; see :class:`Inspection`."""
         kind = recognised(self.folder)
         every = {*methods.GENERATE, *methods.TEXT, *methods.VQA, *methods.IMAGE_TOKENS}
         known = tuple(name for name in kind.methods if name in every)
@@ -156,6 +157,7 @@ class _Reader:
         return uses
 
     def _wanted(self) -> Wanted:
+        """The target that the drafter's config names."""
         facts = self.folder.facts
         verifier = (facts.get("speculators_config") or {}).get("verifier") or {}
         return Wanted(
@@ -203,6 +205,7 @@ class _Reader:
         return next((int(value) for value in given if isinstance(value, int)), None)
 
     def _sizes(self) -> dict[str, int | str]:
+        """Sizes by name from the config, and parameters, dtype and bytes of the weights."""
         facts = self.folder.facts
         weights = self.folder.weights
         sizes: dict[str, int | str] = {}
@@ -292,6 +295,7 @@ def _tried(report: Inspection, place: Path, name: str) -> Inspection:
 
 
 def _misfits(inspection: Inspection, config: PreTrainedConfig) -> list[str]:
+    """Why the drafter cannot draft for a target of ``config``; empty if it can."""
     if not inspection.methods:
         return [f"no method here drafts with a {inspection.format}"]
     wanted = inspection.wanted

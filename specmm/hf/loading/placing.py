@@ -156,6 +156,7 @@ class Placing:
 
 
 def _check_one_device(model: Any) -> None:
+    """Raise ``ValueError`` for a model that a device map put on several devices."""
     places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
     if len(places - {*ELSEWHERE}) > 1:
         raise ValueError(

@@ -75,6 +75,7 @@ class _PackedLayer(_SlotLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Store each part's keys and values in its cache; attention reads them by the mask."""
         parts = zip(
             *(self.memories, self.mask.split(key_states, 2), self.mask.split(value_states, 2)),
             strict=True,

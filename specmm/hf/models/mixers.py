@@ -212,6 +212,7 @@ class Watch:
             self.running.pop()
 
     def _written(self, slot: Slot) -> None:
+        """Note that the running module writes the state at ``slot``."""
         module, args, kwargs = self.running[-1]
         first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         call = Call(args, kwargs, first.shape[1])

@@ -95,6 +95,7 @@ def _reads_pictures(model: PreTrainedModel) -> bool:
 
 
 def _way(model: PreTrainedModel, answer: Answer, given: str) -> Way:
+    """The way in ``answer``; raises ``ValueError`` if that is the reason why there is none."""
     if isinstance(answer, Way):
         return answer
     raise ValueError(
@@ -104,6 +105,7 @@ def _way(model: PreTrainedModel, answer: Answer, given: str) -> Way:
 
 
 def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
+    """Test text: a small tree, or chains, against the model's own forward."""
     config = model.config.get_text_config()
     if "local" in (getattr(config, "attention_layers", None) or ()):
         return "it counts its local window by cache slots"
@@ -135,6 +137,7 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
 
 
 def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> Answer:
+    """Test a ``prompt`` with pictures: a sibling tree, or chains, against its own generate."""
     family = Family.of(model)
     try:
         tokens, wanted = _generated(model, prompt)  # [B, T], [B, T, V]

@@ -322,7 +322,7 @@ def _joined(before: Context, after: Context) -> Context:
 
 
 def why_no_rows(family: Family, way: Way) -> str:
-    """Why rows of a ``family``'s model, run this ``way``, cannot join a batch; empty if they can."""
+    """Why rows of a ``family``'s model, run this ``way``, cannot join a batch; empty: they can."""
     if family.turning_point is not None or family.stretched_after is not None:
         return "its positions depend on the length of a text"
     if not any(family.layer_sizes):

@@ -135,6 +135,7 @@ class States:
                 setattr(module, "chunk_size", size)  # noqa: B010
 
     def _hook(self, mixer: Mixer, past: TransformersCache) -> list[Any]:
+        """Hooks that give ``mixer`` a chain in its way in forwards with the cache ``past``."""
         ways = {"chunk": (self._joined, self._new_only), "steps": (self._first_steps, self._last)}
         if mixer.way not in ways:
             return []
@@ -252,6 +253,7 @@ class States:
         self.counts = [0] * self.rows
 
     def _cut(self, mixer: Mixer, kept: Tensor) -> None:
+        """Cut each convolution's state, the last inputs up to ``kept`` [B], from all inputs."""
         for slot in mixer.slots:
             layer = self.layers[slot.layer]
             full = layer.made[slot]  # [R, C, W + N]

@@ -75,6 +75,7 @@ class StaticVLMTarget(CapturedTarget):
         self._prepare()
 
     def _prepare(self) -> None:
+        """Raise ``NotCompiled`` for unsuitable models; make the step's program."""
         odd = self.family.turning_point is not None or self.family.partial
         odd = odd or None in self.family.layer_sizes
         if odd or self.way != WAYS[0]:
@@ -103,6 +104,7 @@ class StaticVLMTarget(CapturedTarget):
         return output
 
     def _begin_steps(self) -> None:
+        """Make the place, mask and cache layers that all plain steps share."""
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = self.begins[:, None].clone()
         begins = branched(self.positions, self.branches)

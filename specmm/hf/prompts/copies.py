@@ -91,6 +91,7 @@ def _reached(things: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
 
 
 def _held(thing: Any, shared: bool) -> list[Any]:
+    """The objects that ``thing`` refers to and a copy would need; see :func:`_reached`."""
     if isinstance(thing, (*KEPT, CACHE, Tensor)) or _of_a_library(thing):
         return []
     if isinstance(thing, type):

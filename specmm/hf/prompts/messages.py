@@ -61,6 +61,7 @@ class Chat:
         return [text.rpartition("</think>")[2] for text in texts]
 
     def _content(self, message: Mapping[str, Any]) -> Any:
+        """A message's content: a text, or parts with their pictures and videos taken out."""
         content = message.get("content", "" if "tool_calls" in message else None)
         if content is None and "tool_calls" in message:
             return ""
@@ -73,6 +74,7 @@ class Chat:
         return [self._part(part) for part in content]
 
     def _part(self, part: Any) -> dict[str, Any]:
+        """One part of a message; its picture or video goes to ``images`` or ``videos``."""
         if isinstance(part, str):
             return as_text(part)
         if not isinstance(part, Mapping):
