@@ -86,13 +86,17 @@ def make_block(
         chain = ChainDrafter(source, target, length, method.recall)
         return Assembly(chain, chain_rule(target))
     if method.recall:
-        raise ValueError(f"tree takes no recall, got {tree} and {method.recall}")
+        raise ValueError(
+            f"recall must be 0 with a tree, got tree {tree} and recall {method.recall}; leave one "
+            "out"
+        )
     if isinstance(tree, int):
         target.check_tree(tree - 1)
         return Assembly(TreeDrafter(source, target, tree, length), Recursive())
     if method.length:
         raise ValueError(
-            f"a tree of fixed shape has its own depth, got {tree} and length {method.length}"
+            "length must be left out with a tree of fixed shape, which has its own depth, got "
+            f"{tree} and {method.length}"
         )
     shape, drawn, rule = drawn_trees(method.rule or "traversal", tree, target)
     return Assembly(DrawnTreeDrafter(source, target, shape, *drawn), rule)

@@ -92,7 +92,10 @@ class SourceDrafter:
     @property
     def _late(self) -> DFlashSource:
         if not isinstance(self.source, DFlashSource):
-            raise ValueError(f"rows of a {type(self.source).__name__} cannot join and leave")
+            raise ValueError(
+                f"a drafter with a {type(self.source).__name__} cannot add or remove rows during "
+                "a run"
+            )
         return self.source
 
 

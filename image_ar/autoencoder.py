@@ -194,7 +194,7 @@ def to_uint8(images: Tensor) -> Tensor:
     """
     if not bool(images.isfinite().all()):
         raise ValueError(
-            "pixels must be finite, got NaN or infinity from what decodes tokens, check its "
+            "pixels must be finite, got NaN or infinity from the decoder of tokens; check its "
             "weights or run it in float32"
         )
     return (127.5 * images.float() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)

@@ -114,7 +114,9 @@ class ImagePipeline:
         source = zoo.Source(file, revision, cache_dir, download)
         here = Path(str(name)).exists() or str(name) in zoo.pocket_models()
         if here and (file or revision):
-            raise ValueError(f"{name} is here: leave file and revision out, which are a hub's")
+            raise ValueError(
+                f"file and revision are for hub ids, got the local model {name}; leave them out"
+            )
         if source != zoo.USUAL and not here:
             name = zoo.fetched(str(name), source)
         return open_pictures(name, method, options, "of_diffusers")

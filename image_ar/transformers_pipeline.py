@@ -123,8 +123,8 @@ class TransformersImagePictures(TokenPictures):
         method, folder_of_one = with_own(methods.TRANSFORMERS_IMAGES, method, drafter)
         if folder_of_one is not None:
             raise ValueError(
-                f"drafter must be one's own for {name}, got {folder_of_one}: trained ones are for "
-                "LlamaGens; sjd and gsd need none"
+                f"drafter must be your own object for {name}, got the folder {folder_of_one}: "
+                "trained drafters are for LlamaGen; sjd and gsd need none"
             )
         piped = (Path(name) / zoo.PIPELINE).is_file()
         place = Place.named(device, dtype, torch_dtype, device_map)
@@ -215,8 +215,8 @@ class TransformersImagePictures(TokenPictures):
         negatives = negatives_of(given["negative_prompt"], len(texts))
         if given["negative_prompt"] is not None and target.branches == 1:
             raise ValueError(
-                f"negative_prompt needs cfg above 1, got cfg {target.guidance.scale}, by which "
-                "nothing is led away from it"
+                f"negative_prompt needs cfg above 1, got {target.guidance.scale}, at which it has "
+                "no effect"
             )
         options = self._painting_options(given["num_inference_steps"], given["guidance_scale"])
         found = []
@@ -302,7 +302,10 @@ class TransformersImagePictures(TokenPictures):
         Raises ``ValueError`` for models whose pixels a diffusion model paints.
         """
         if self.paints:
-            raise ValueError(f"decode_tokens has no preview of {self.name}: a diffusion paints it")
+            raise ValueError(
+                f"decode_tokens does not serve {self.name}, whose pixels a diffusion model "
+                "paints; take the call's images"
+            )
         layout = self._drew or self._layout()
         painting = Painting("", torch.Generator(), {})
         return self.pixels([(row, layout, painting) for row in tokens.split(1)])
@@ -367,8 +370,8 @@ def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
     names = ModelFolder(folder).weights
     if names and not any(facts.scores in name for name in names):
         raise ValueError(
-            f"{folder} must hold weights that score pictures ({facts.scores}…), got none: it only "
-            "writes; use a checkpoint that draws, or VQAPipeline for questions"
+            f"{folder} must hold weights that score pictures ({facts.scores}…), got none, so it "
+            "only writes; use a checkpoint that draws, or VQAPipeline for questions"
         )
     kind = getattr(transformers, facts.architecture)
     fills = facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names)

@@ -214,4 +214,4 @@ def _package(module: str, line: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         package = module.split(".")[0]
-        raise ValueError(f"{package} is needed, got none; run: {line}") from None
+        raise ValueError(f"{package} must be installed, got none; run: {line}") from None

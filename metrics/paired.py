@@ -117,7 +117,9 @@ def pairs(first: Iterable[T], second: Iterable[U], what: str) -> Iterator[tuple[
     for number, (one, two) in enumerate(itertools.zip_longest(first, second, fillvalue=end), 1):
         if one is end or two is end:
             more = "first" if two is end else "second"
-            raise ValueError(f"{what} must be equally many, got number {number} of the {more} only")
+            raise ValueError(
+                f"there must be as many {what}, got a number {number} only of the {more}"
+            )
         yield one, two  # type: ignore[misc]  # neither is the end
     if not number:
         raise ValueError(f"{what} must be at least one pair, got none; pass some")

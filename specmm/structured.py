@@ -203,8 +203,8 @@ class Matchers:
         matcher.fill_next_token_bitmask(words)
         if not bool(words.any()):
             raise ValueError(
-                "no token may follow by this grammar: the tokenizer cannot spell it; give one of "
-                "letters that it has"
+                "the grammar must allow text that the tokenizer can spell, got none; use "
+                "characters that it has"
             )
         return Mask(words[0])
 

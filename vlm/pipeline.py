@@ -136,8 +136,8 @@ class VQAPipeline(Pipeline):
             if _is_judged(method):
                 if videos is not None:
                     raise ValueError(
-                        f"method {method.name!r} must be asked about pictures, got videos; choose "
-                        "another method"
+                        f"method {method.name!r} takes only pictures, got videos; choose another "
+                        "method"
                     )
                 judged = self._judge(method, images, questions, options, streamer)
                 judged.certificate = judged.certificate.under(given.processor.settings)
@@ -209,9 +209,9 @@ class VQAPipeline(Pipeline):
         elif images is None and prompts is None and videos is None:
             questions = Questions.of_chats(options.messages, options.fps)
         else:
-            raise ValueError("give messages, or questions and what they are about, got both")
+            raise ValueError("give messages, or questions with their pictures and videos, got both")
         if options.fps is not None and not any(questions.videos):
-            raise ValueError("fps is of videos given as frames, got none; leave it out")
+            raise ValueError("fps is for videos given as frames, got none; leave it out")
         return questions
 
     @in_its_turn(lambda pipe: pipe.model)

@@ -96,7 +96,7 @@ def open_video(source: VideoSource, fps: float | None = None) -> Video:
     if path.is_dir():
         return _of_pictures(str(path), _frame_files(path), fps)
     if fps is not None:
-        raise ValueError(f"fps is of videos given as frames, got {path}; leave it out")
+        raise ValueError(f"fps is for videos given as frames, got the file {path}; leave it out")
     try:
         with header(str(path)) as image:
             count = int(getattr(image, "n_frames", 1))

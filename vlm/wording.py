@@ -99,8 +99,8 @@ def _written(processor: Any, chat: Chat, counts: Mapping[str, int]) -> str:
 def _check_videos(processor: Any, counts: Mapping[str, int]) -> None:
     if counts["video"] and getattr(processor, "video_processor", None) is None:
         raise ValueError(
-            f"this model must take videos, got a {type(processor).__name__}, which takes none; "
-            "give frames as pictures"
+            f"videos need a model that takes them, got a {type(processor).__name__}; give frames "
+            "as pictures"
         )
 
 
@@ -110,8 +110,8 @@ def _check_raw(text: str, counts: Mapping[str, int], tokens: Mapping[str, str | 
         if token and text.count(token) != counts[kind]:
             many = {"image": "pictures", "video": "videos"}[kind]
             raise ValueError(
-                f"a raw prompt must hold one {token} for each of its {counts[kind]} {many}, "
-                f"got {text.count(token)}"
+                f"a raw prompt must hold one {token} for each of its {counts[kind]} {many}, got "
+                f"{text.count(token)}"
             )
 
 

@@ -138,9 +138,8 @@ def check_plain(net: SimpleMLPAdaLN) -> None:
         hooks = module._forward_hooks or module._forward_pre_hooks
         if hooks or "forward" in vars(module) or type(module).forward not in FORWARDS:
             raise ValueError(
-                "the denoising head's layers must do nothing but multiply by their weights, got a "
-                f"hook, an adapter or another forward at {name or 'the head'}: merge it into the "
-                "weights, or remove it"
+                "the denoising head must have plain layers, got a hook, an adapter or a replaced "
+                f"forward at {name or 'the head'}: merge it into the weights, or remove it"
             )
 
 

@@ -91,8 +91,8 @@ def infer_mar_config(
         found = heads or next(known, None)
         if found is None:
             raise ValueError(
-                f"heads must be given: {source} does not tell, "
-                "pass it or put a config.json beside it"
+                f"heads must be given, because {source} does not contain it; pass heads, or put a "
+                "config.json beside the file"
             )
         depth = count(state, rf"{side}_blocks\.(\d+)\.")
         sizes |= {f"{side}_embed_dim": dim, f"{side}_depth": depth, f"{side}_num_heads": found}

@@ -96,8 +96,8 @@ def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VA
     heads = width // PUBLISHED_HEAD_DIM if factors is None else factors.shape[1]
     if not heads:
         raise ValueError(
-            f"num_heads must be given: {source} does not tell, "
-            "pass a config or put config.json beside it"
+            f"num_heads must be given, because {source} does not contain it; pass a config, or "
+            "put a config.json beside the file"
         )
     return VARConfig(
         depth=count(state, r"blocks\.(\d+)\."),

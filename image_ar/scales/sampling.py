@@ -65,7 +65,7 @@ class Sampling:
             Processor(value, self.top_k, self.top_p)
             if self.more_smooth and value != 1:
                 raise ValueError(
-                    f"more_smooth must be off at temperature {value}: no temperature touches its "
+                    f"more_smooth must be off at temperature {value}, which does not change its "
                     "soft codes; leave it out, or give temperature=1"
                 )
 
@@ -219,7 +219,8 @@ class ReleaseSampler:
         """
         if scales and self.sampling.more_smooth:
             raise ValueError(
-                "more_smooth must be off where the release's two models take turns, got it on"
+                "more_smooth must be off for the release's sampler with two models, got it on; "
+                "leave it out"
             )
         for k in range(scales):
             shape = batch * schedule.tokens(k), vocabulary

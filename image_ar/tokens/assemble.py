@@ -147,7 +147,7 @@ def _rule(
     if residual != "corrected" and target.undrawable is not None and not greedy:
         raise ValueError(
             f"residual must be 'corrected' for {target.name}, got {residual!r}: after a rejection "
-            "the release's draws any token, here those of words, too, which are no pictures"
+            "the release may draw any token, here also words, which are not pictures"
         )
     return rule
 
@@ -237,7 +237,8 @@ def _lookup(
     """The prompt lookup drafter, which searches the prompt and the picture so far."""
     if not target.prompted:
         raise ValueError(
-            f"drafter prompt-lookup needs a prompt of tokens, which {target.name} has not"
+            f"drafter prompt-lookup needs a prompt of tokens, which {target.name} does not have; "
+            "use sjd"
         )
     method = choice.method or methods.PromptLookup(length=_chain(choice, 8))
     drafter: Drafter = named(PLACES[choice.drafter])(target, method.ngram, method.length)

@@ -122,8 +122,8 @@ def infer_gpt_config(
     if n_head is None or block_size is None:
         wanted = "n_head" if n_head is None else "block_size (256 for 256 px, 576 for 384 px)"
         raise ValueError(
-            f"{wanted} must be given: {source} does not tell, pass it or put a config.json beside "
-            "the file"
+            f"{wanted} must be given, because {source} does not contain it; pass it, or put a "
+            "config.json beside the file"
         )
     config = GPTConfig(dim, n_layer, n_head, vocab_size, block_size, **prefix)
     if config.ffn_dim == ffn_dim:
@@ -328,8 +328,8 @@ def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -
         if value is not None and facts.get(name, value) != value:
             raise FileError(
                 path,
-                f"is not for it: drafter must be of this target ({name} {value}), got "
-                f"{facts[name]} in the file, train one for it",
+                f"is for another target: drafter must be of this target ({name} {value}), got "
+                f"{facts[name]}; train one for it",
             )
 
 

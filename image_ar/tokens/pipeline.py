@@ -269,7 +269,10 @@ class LlamaGenPictures(TokenPictures):
         if self.takes == "classes":
             raise ValueError("this model draws classes, give classes=… instead of prompt")
         if self.text_encoder is None:
-            raise ValueError("prompt needs from_pretrained(…, text_encoder=FOLDER), that of the T5")
+            raise ValueError(
+                "prompt needs a text encoder, got none: give from_pretrained(…, "
+                "text_encoder=FOLDER), the T5's folder"
+            )
         encoded = self.text_encoder(prompt)
         features = encoded.condition.to(self.device, self.transformer.dtype)
         assert encoded.mask is not None

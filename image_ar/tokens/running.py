@@ -77,8 +77,8 @@ class TokenPictures(PicturePipeline[methods.Method]):
         """
         if not method.static_shapes:
             raise NotCompiled(
-                "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
-                f"(rounds all alike), got {method}"
+                "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head, "
+                f"whose rounds have equal shapes, got {method}"
             )
         prepare_programs(self.device)
         parts = self.parts

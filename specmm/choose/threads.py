@@ -116,8 +116,8 @@ def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> I
             choice = _Named.choice
             if choice is not None and choice.count != recorded:
                 raise ValueError(
-                    f"this was begun with {recorded} threads, got {choice.count}, since "
-                    f"{choice.reason}; leave that out, or begin anew elsewhere"
+                    f"this must continue with its {recorded} threads, got {choice.count} "
+                    f"({choice.reason}); leave that out, or start again in another folder"
                 )
             _Named.choice = Choice(recorded, "it was begun with so many")
         torch.set_num_threads(_Named.choice.count)

@@ -151,7 +151,7 @@ class Trace:
             raise ValueError(f"{len(kept)} roots, where its answers have {int(roots.sum())}")
         chances = kept.float()
         if not bool((chances >= 0).all() & (chances.sum(-1) <= 1 + ROUNDED).all()):
-            raise ValueError("chances that are none")
+            raise ValueError("chances that are not probabilities")
 
 
 def _said(error: Exception) -> str:

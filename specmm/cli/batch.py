@@ -145,7 +145,7 @@ def batch(
             raise ValueError(f"--draw is for jobs of questions, got {kind}; leave it out")
         if drafter is not None and of_others(drafter):
             raise ValueError(
-                f"--drafter must be a folder, got {drafter}, one of your own; give --method draft "
+                f"--drafter must be a folder, got your own drafter {drafter}; give --method draft "
                 f"-o drafter={drafter}"
             )
         if workers and engine != "ray":
@@ -243,7 +243,7 @@ def _report(
         if "repaired" in summary:
             typer.echo(_repaired(summary["repaired"], summary["repaired_otherwise"]))
     if counts.interrupted:
-        raise Interrupted("everything finished is kept; run the same command again to go on")
+        raise Interrupted("all finished results are kept; run the same command again to continue")
     if summary["failed"]:
         failed = f"{summary['failed']} items failed, see {out / 'failed.jsonl'}"
         say(f"{failed}; --retry-failed tries them again")

@@ -100,7 +100,7 @@ class Settings:
         texts = {name: text for name, text in given.items() if text is not None}
         if len(texts) > 1:
             names = ", ".join("--" + name.replace("_", "-") for name in texts)
-            raise ValueError(f"give one of {names}; an answer is spelled by one")
+            raise ValueError(f"give only one of {names}: an answer follows one grammar")
         if not texts:
             return {}
         from specmm import structured

@@ -94,4 +94,6 @@ def _check_name(file: Path) -> None:
     if Path(getattr(loaded, "__file__", None) or "").resolve() == file.resolve():
         return  # again
     if loaded is not None or find_spec(file.stem) is not None:
-        raise ValueError(f"there is a module {file.stem}; rename the file")
+        raise ValueError(
+            f"the file must not be named as the installed module {file.stem}; rename it"
+        )

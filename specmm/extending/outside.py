@@ -96,7 +96,7 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
     thing = OTHERS[name] if isinstance(spec, str) else _checked(name, spec)
     if not inspect.isclass(thing) and hasattr(thing, "propose"):
         if values or options:
-            raise ValueError(f"drafter {name} is made already and takes no options, got {spec}")
+            raise ValueError(f"drafter {name} is an object and takes no options, got {spec}")
         return OutsideDrafter(thing, name, maker_of(thing))
     signature = inspect.signature(thing)
     try:
@@ -231,7 +231,7 @@ class OutsideDrafter:
                 f"{self} must record distributions over {size} tokens, got {probs.shape[-1]}"
             )
         if not bool((probs >= 0).all()):
-            raise ValueError(f"{self} must record probabilities, got {_range(probs)}")
+            raise ValueError(f"{self} must record probabilities from 0 to 1, got {_range(probs)}")
         sums = probs.sum(-1)
         if bool(((sums - 1).abs() > SUMS).any()):
             raise ValueError(

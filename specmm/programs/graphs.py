@@ -100,7 +100,7 @@ class RecordedRound:
         self.replay = record_on_gpu(self._round)
         for slot, now in zip(self.slots, _state(parts, progress), strict=True):
             if now.tensor is not slot.tensor:
-                raise NotRecorded(f"a round put another tensor in place of {slot.name}")
+                raise NotRecorded(f"a round replaced the tensor {slot.name}")
 
     def _round(self) -> None:
         """A round that writes its results where it read the previous round's results."""
@@ -117,7 +117,7 @@ class RecordedRound:
         memory = {x.untyped_storage().data_ptr() for x in self.given.values()}
         for name, x in tensors.items():
             if x.shape != self.given[name].shape:
-                raise NotRecorded(f"{name} of one round has another shape than that of the next")
+                raise NotRecorded(f"{name} changes its shape from round to round")
             if x.untyped_storage().data_ptr() in memory:  # another's place may be written first
                 tensors[name] = x.clone()
         copy_all(list(self.given.values()), list(tensors.values()))

@@ -133,7 +133,7 @@ def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
     place = zoo.find(model, zoo.PIPELINE)
     result = beside(model, place) / "drafters" / kind
     if result.exists() and not replace:
-        raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
+        raise ValueError(f"{result} exists already; give --set replace=true to replace it")
     writable(result.parent)
     return place, result
 
@@ -356,7 +356,7 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     units = [one.inner or one.target.ffn_dim for one in (begun, config)]
     if wanted != config or units[0] > units[1]:
         raise ValueError(
-            "drafter must go on from one of its layers and auxiliary layers, with no more than its "
+            "start must be a drafter with the same layers and auxiliary layers, and no more "
             f"levels and units, got one with {begun.levels} levels, {begun.layers} layers of "
             f"{units[0]} units, auxiliary layers {begun.aux_layers}"
         )

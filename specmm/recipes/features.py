@@ -146,7 +146,7 @@ class RolledMtp:
                 "drafts one token"
             )
         if any(layers.windows()):
-            raise ValueError("MTP layers that are trained must attend all tokens, got a window")
+            raise ValueError("trained MTP layers must have full attention, got a sliding window")
         self.layers = layers
         self.network: nn.Module = layers.model.layers.float().requires_grad_()
         self.target = target

@@ -301,9 +301,7 @@ def reading_of(network: Any, target: VLMTarget) -> HeadReading | BlockReading | 
         return BlockReading(network, config.layers, network.ids, **sizes, reaches=config.reaches)
     bound = network.bound(target)
     if bound.mask is not None:
-        raise ValueError(
-            "doctor follows drafters that draft one token a pass, got one with a mask token"
-        )
+        raise ValueError("doctor needs a drafter of one token a pass, got one with a mask token")
     return HeadReading(bound, tuple(bound.layers), bound.vocabulary.ids)
 
 

@@ -71,9 +71,7 @@ class Training:
         folder = beside(model, find_target(model))
         place = folder / "drafters" / KINDS[kind].place
         if (place / "config.json").exists() and not self.replace:
-            raise ValueError(
-                f"{place} exists, give --set replace=true to train another in its place"
-            )
+            raise ValueError(f"{place} exists already; give --set replace=true to replace it")
         writable(place.parent)
         writable(self.out)
         begun = Begun(self, model, folder, place, facts_of(recipe))

@@ -176,14 +176,14 @@ class TextPipeline(Pipeline):
     ) -> list[list[int]]:
         """Ids of each prompt, or of each chat of the ``options``."""
         if options.fps is not None:
-            raise ValueError("fps is of videos, which VQAPipeline takes; leave it out")
+            raise ValueError("fps is for videos, which only VQAPipeline takes; leave it out")
         if options.messages is None:
             return self.encode(prompts or [], options.chat)
         if prompts is not None:
             raise ValueError("give prompts or messages, got both")
         if any(chat.images or chat.videos for chat in options.messages):
             raise ValueError(
-                "messages must hold text alone, got something to see; use VQAPipeline (specmm ask)"
+                "messages must hold only text, got pictures or videos; use VQAPipeline (specmm ask)"
             )
         return [self._marked(self._templated(chat)) for chat in options.messages]
 

@@ -250,7 +250,7 @@ class RuleKind:
         what = (inspect.getdoc(rule) or name).splitlines()[0]
         relaxed, codes = (bool(getattr(rule, flag, False)) for flag in ("relaxed", "codes"))
         if relaxed and rule.exact:
-            raise ValueError(f"rule {name} must not be relaxed where it is exact; leave one out")
+            raise ValueError(f"rule {name} must not be both exact and relaxed; leave one out")
         return cls(rule, siblings, what, relaxed, codes)
 
 
@@ -328,7 +328,7 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
     if not inspect.isclass(kind.rule):
         if values or options or given:
-            raise ValueError(f"rule {name} is made already and takes no options, got {spec}")
+            raise ValueError(f"rule {name} is an object and takes no options, got {spec}")
         found: Rule = kind.rule
         if not maker_of(found) and getattr(found, "greedy", False):
             raise ValueError(

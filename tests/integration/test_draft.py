@@ -110,7 +110,7 @@ def test_texts_that_do_not_go_together(texts):
             "takes any tree and rule 'diffuspec'; choose from: assistant, block, deer",
         ),
         (Draft("block"), "needs a tree of fixed shape"),
-        (Draft("block", (2, 1), "lantern++"), "about the codes of pictures"),
+        (Draft("block", (2, 1), "lantern++"), "compares codes of pictures"),
     ):
         with pytest.raises(ValueError, match=said):
             texts("a", method=method)

@@ -457,6 +457,6 @@ def test_a_jobs_threads_are_those_it_began_with(tmp_path, monkeypatch):
         assert torch.get_num_threads() == 2
     with one_number_of_threads(job, network):  # launchers set the variable
         assert torch.get_num_threads() == 2
-    refused = pytest.raises(ValueError, match="begun with 2 threads, got 1")
+    refused = pytest.raises(ValueError, match="continue with its 2 threads, got 1")
     with specmm.threads(1), refused, one_number_of_threads(job, network):
         pass

@@ -90,7 +90,9 @@ def kid(
     from specmm.metrics.kernel import kernel_distance
 
     if interval and subsets_only:
-        raise ValueError("--interval is of whole sets; leave it or --subsets-only out")
+        raise ValueError(
+            "--interval needs the whole-set estimate, which --subsets-only skips; leave one out"
+        )
     measurement = kernel_distance(
         *reader.both(source, reference),
         subsets=subsets,
@@ -142,7 +144,10 @@ def clip(
     from specmm.metrics.paired import clip_score
 
     if reader.network != "clip" or reader.skip_bad:
-        raise ValueError("CLIPScore is of the network clip and of every picture: no other options")
+        raise ValueError(
+            "CLIPScore needs the network clip and every picture; leave out --features and "
+            "--skip-bad"
+        )
     given = reader.pictures(source)
     texts, note = read_prompts(prompts, given.files)
     model = cast("CLIP", reader.extractor)
@@ -163,7 +168,9 @@ def reconstruction(
 ) -> "list[Measurement]":
     """PSNR, SSIM and rFID of pictures that a tokenizer has encoded and decoded."""
     if reader.skip_bad:
-        raise ValueError("pictures are compared in pairs, none may be left out: drop --skip-bad")
+        raise ValueError(
+            "--skip-bad must be off, because pictures are compared in pairs; leave it out"
+        )
     made = reader.pictures(source)
     given = reader.pictures(originals)
     from specmm.metrics.paired import reconstruction as measure

@@ -214,8 +214,8 @@ def _method_for(drafter: object) -> str:
     name = methods.Suffix.name if drafter is None else method_of(drafter)
     if name not in methods.GENERATE:
         raise ValueError(
-            f"drafter must be one that tells its method, got {shown(drafter)}; name the method, "
-            "too, as method='text-draft' for a language model"
+            f"the method for drafter {shown(drafter)} is unknown; give it, too, such as "
+            "method='text-draft' for a language model"
         )
     return name
 

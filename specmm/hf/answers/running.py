@@ -362,8 +362,8 @@ class Pipeline:
             return partial(GraphRound, quiet=not asked)
         if asked:
             raise NotCompiled(
-                "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or fixed "
-                f"trees (nothing in a round is decided by the host), got {method}"
+                "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or "
+                f"fixed trees, whose rounds need no decision of the host, got {method}"
             )
         return None
 
@@ -469,8 +469,8 @@ def check_compiled(method: Method, options: Options) -> None:
     """Raise ``ValueError`` for methods and options that compiled rounds do not serve."""
     if not method.static_shapes:
         raise NotCompiled(
-            "compiled=True needs ar or a block drafter's chains or fixed trees (rounds all "
-            f"alike), got {method}"
+            "compiled=True needs ar or a block drafter's chains or fixed trees, whose rounds "
+            f"have equal shapes, got {method}"
         )
     if options.stops or options.batch_size:
         raise NotCompiled(

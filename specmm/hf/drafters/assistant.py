@@ -186,8 +186,8 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
         if kind not in last or caching[last[kind]][1] != attended:
             size = caching[last[kind]][1] if kind in last else None
             raise ValueError(
-                f"drafter must attend what the target keeps of a token in its {kind} layers, "
-                f"{size}, got an assistant for {attended}; use the one made for it"
+                f"drafter must attend to the cache entries of the target's {kind} layers, of size "
+                f"{size}, got an assistant for {attended}; use the target's own"
             )
     return last
 

@@ -149,7 +149,8 @@ class Verification(NamedTuple):
         kind = rule_kind(spec)
         if kind.codes:
             raise ValueError(
-                f"rule {spec} is about the codes of pictures; use recursive or typical"
+                f"rule {spec} compares codes of pictures, which texts do not have; use recursive "
+                "or typical"
             )
         if target.processor.greedy:
             return cls(Recursive(), (False, "distinct"))

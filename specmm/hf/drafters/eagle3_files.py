@@ -180,7 +180,7 @@ def _sizes(facts: Facts, qwen: bool, source: object) -> PreTrainedConfig:
     }
     if "sliding_attention" in (facts.get("layer_types") or ()):
         raise ValueError(
-            f"layers of {source} must attend everything, got some with a sliding window"
+            f"layers of {source} must have full attention, got some with a sliding window"
         )
     rope = {k: v for k, v in _rope(facts).items() if not k.startswith("mrope_")}
     if rope["rope_type"] not in TURNED:

@@ -146,7 +146,7 @@ def plain_rope(facts: Facts, base: float, windows: bool = False) -> dict[str, An
         facts.get("layer_types") or ()
     )
     if slides and not windows:
-        raise ValueError("every layer must attend everything, got layers with a sliding window")
+        raise ValueError("every layer must have full attention, got layers with a sliding window")
     given = {"rope_theta": base, **rope, **facts}["rope_theta"]
     return {"rope_parameters": {"rope_type": "default", "rope_theta": float(given)}}
 

@@ -46,8 +46,8 @@ def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
     if wrong := [k for k, x in tuned.items() if not torch.equal(again[k].to(x.dtype), x)]:
         shutil.rmtree(out)
         raise ValueError(
-            f"MTP layers of {place} cannot be written as its checkpoint has them: "
-            f"{some_names(wrong)} would be others; use drafter={folder}"
+            f"MTP layers cannot be written in the layout of {place}: {some_names(wrong)} would "
+            f"change; use drafter={folder}"
         )
     return (
         f"{some_names(sorted(written))}, as the checkpoint of {place.name} has them: where an "

@@ -89,7 +89,7 @@ class ModelDrafter:
         self.small = VLMTarget(model, Processor(), "drafter")
         if self.small.family.chains_only:
             raise ValueError(
-                "drafter must keep keys only, for it grows drafts beside one another, got a "
+                "drafter must have attention layers only, because it drafts trees, got a "
                 f"{model.config.model_type} model, whose layers have states; give a model such as "
                 "a small Llama or Qwen 3"
             )

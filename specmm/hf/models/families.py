@@ -528,7 +528,7 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     finally:
         handle.remove()
     if len(runs) != 1:
-        raise ValueError(f"its head must be run once a forward, it was run {len(runs)} times")
+        raise ValueError(f"its head must run once a forward, got {len(runs)} runs")
     found = facts(model)
     found[AFTER_HEAD] = _fitted(known, logits[0, -len(KNOWN) :])
     found[LAYER_SIZES] = stored_sizes(cache)
@@ -650,6 +650,7 @@ def _fitted(known: Tensor, computed: Tensor) -> AfterHead:
     wanted = fitted(known).to(computed.dtype)[:, None].expand_as(computed)
     if not torch.allclose(computed, wanted, rtol=rounding, atol=rounding):
         raise ValueError(
-            "it does more to its logits after the head than to scale, to cap and to hide them"
+            "its logits change after the head in other ways than by a factor, a cap and hidden "
+            "tokens"
         )
     return fitted

@@ -144,7 +144,7 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
     except Exception as error:  # says nothing of other prompts
         raise ValueError(f"the model itself cannot read this prompt: {_told(error)}") from error
     if bool(wanted.isnan().any()):
-        raise ValueError("the model's own logits after this prompt are no numbers")
+        raise ValueError("the model's own logits after this prompt must be finite, got NaN")
     other = (tokens[:, :1] + 1) % wanted.shape[-1]  # a sibling that is not chosen
     drafts = torch.cat([tokens[:, :1], other, tokens[:, 1:2]], dim=1)
     ours = VLMPrompt(prompt.inputs, OWN + 1)

@@ -114,7 +114,7 @@ class RowsTarget(VLMTarget):
         self.beside: list[Piece] = []  # read by the next forward, too
         self.drafted: Nodes | None = None  # nodes to score, if rows differ in drafts
         if self.joins and (reason := why_no_rows(self.family, self.way)):
-            raise ValueError(f"rows of {name} cannot join others: {reason}")
+            raise ValueError(f"rows of {name} cannot join a batch: {reason}")
         self.scratch = 1
 
     @cached_property
@@ -447,8 +447,8 @@ class Reading:
             output = single.prefill(part, 0 if last else self.most)
             if why_no_rows(single.family, single.way):
                 raise ValueError(
-                    f"prompts of this kind are read by {single.name}'s own preparation, and cannot "
-                    "join others"
+                    f"prompts of this kind cannot join a batch, because {single.name} prepares "
+                    "them by itself"
                 )
             single.prompt = prompt
             single.history = History(prompt.input_ids, prompt.lengths, 1)

@@ -80,8 +80,8 @@ class StaticVLMTarget(CapturedTarget):
         odd = odd or None in self.family.layer_sizes
         if odd or self.way != WAYS[0]:
             raise NotCompiled(
-                "compiled=True needs full attention and one set of positions, and forwards that "
-                f"agree, {self.name} has others"
+                "compiled=True needs full attention, fixed rotary positions and the decoder's "
+                f"plain forward, which {self.name} lacks"
             )
         self.program = compiled(_next, self.device)
         self.stepped = False
@@ -92,7 +92,7 @@ class StaticVLMTarget(CapturedTarget):
         output = super().prefill(prompt, scratch)
         if self.way != WAYS[0]:
             raise NotCompiled(
-                f"compiled=True does not serve rows of several lengths of {self.name}"
+                f"compiled=True needs rows of one length for {self.name}, got several"
             )
         if self.branches > 1 and self.cache.hidden_prefix is None:  # as where there is padding
             self._hide(torch.zeros(self.cache.size.rows, 1, dtype=torch.bool, device=self.device))

@@ -84,8 +84,8 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     opens, closes = (getattr(tokenizer, f"grid_{end}_token", None) for end in ("bos", "eos"))
     if opens is None or closes is None:
         raise ValueError(
-            "tokenizer must name what stands around a picture's size (grid_bos_token and "
-            "grid_eos_token), got none; use the processor's folder as GLM-Image was published"
+            "tokenizer must name the tokens around a picture's size (grid_bos_token and "
+            "grid_eos_token), got none; use the processor's folder of the published GLM-Image"
         )
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]

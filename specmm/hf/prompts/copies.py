@@ -38,8 +38,9 @@ def copied(things: T) -> T:
         reason = " ".join(str(error).split()) or type(error).__name__
         names = ", ".join(type(thing).__name__ for thing in things)  # type: ignore[attr-defined]
         raise ValueError(
-            "what processors and criteria keep must be copied, for drafts that are rejected; of "
-            f"{names} it cannot be ({reason}): go by the ids alone, or give method='ar'"
+            "the memory of processors and criteria must be copyable, because drafts may be "
+            f"rejected; {names} cannot be copied ({reason}): depend on the ids alone, or give "
+            "method='ar'"
         ) from error
 
 

@@ -291,9 +291,7 @@ def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     """The stop strings as a tuple; raises ``ValueError`` for an empty one."""
     texts = tuple(texts_of("stop", stop))
     if not all(texts):
-        raise ValueError(
-            "stop must be texts of one letter at least, got an empty one; leave it out"
-        )
+        raise ValueError("stop must be non-empty texts, got an empty one; leave it out")
     return texts
 
 

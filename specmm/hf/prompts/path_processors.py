@@ -145,8 +145,8 @@ class PathProcessor:
         self._check(not any(a is b and _may_remember(a) for a, b in same))
         if not answer and not torch.equal(copied(self.processors)(ids, logits.clone()), processed):
             raise ValueError(
-                f"logits processors must answer one sequence in one way, got two of {self._names}; "
-                "draw random numbers elsewhere, or give method='ar'"
+                "logits processors must give one answer to a sequence, got two from "
+                f"{self._names}; do not draw random numbers in them, or give method='ar'"
             )
         return processed
 

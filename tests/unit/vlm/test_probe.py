@@ -161,8 +161,8 @@ class Apart(tf.LlavaForConditionalGeneration):
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        (Squared, "more to its logits"),
-        (Masked, "more to its logits"),
+        (Squared, "its logits change after the head in other ways"),
+        (Masked, "its logits change after the head in other ways"),
         (Apart, "differ from its own by"),
     ],
 )
