@@ -13,7 +13,8 @@ from specmm.app.lanes import warm_up
 from specmm.app.models import MOST_SECONDS, AppModels, local
 from specmm.app.trace import Node, drawing_of, table_of
 from specmm.methods import AR
-from specmm.runs.run import Kind, methods_of, parse_method
+from specmm.methods.making import parse_method
+from specmm.runs.run import Kind, methods_of
 
 MOST_PARAMETERS = 10
 TRACED = 3  # components of a trace

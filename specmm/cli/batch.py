@@ -120,7 +120,8 @@ def batch(
     from specmm.jobs.items import read_items
     from specmm.jobs.progress import Metrics
     from specmm.jobs.workers import kind_of_work
-    from specmm.runs.run import Place, methods_of, parse_method
+    from specmm.methods.making import parse_method
+    from specmm.runs.run import Place, methods_of
 
     model = _needed(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
     with reached(file):

@@ -14,7 +14,7 @@ from specmm import methods
 from specmm.cli.options import Json
 from specmm.cli.output import emit, table
 from specmm.cli.published import list_published
-from specmm.extending.registry import Registry, maker_of, unknown
+from specmm.extending.registry import Registry, maker_of, summary, unknown
 
 HEAD = ("model", "size", "licence", "what it is")
 SHORT = (24, 60)  # letters of a licence and of a description in the table of models
@@ -65,11 +65,11 @@ def _said(rule: object) -> str:
 
 
 def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
-    """For each method by name, its claim and the first line of its docstring."""
+    """For each method by name, its claim and its summary."""
     described = {}
     for name in kinds:
         method = kinds.get(name)
-        line = (method.__doc__ or "").splitlines()[0].replace("``", "`")
+        line = summary(method).replace("``", "`")
         if method.here:
             line += f" (Here {method.here}.)"
         described[name] = (method.claims, re.sub(r":class:`(\w+)`", r"\1", line))

@@ -108,11 +108,12 @@ def generate(
         raise ValueError("generate needs a MODEL (specmm zoo lists the shipped ones), or --like")
     from specmm.choose.threads import settled
     from specmm.extending.outside import with_own
+    from specmm.methods.making import parse_method
     from specmm.runs import run as runs
 
     if bool(classes) == bool(prompt):
         raise ValueError("give --class or --prompt (either may be repeated), and not both")
-    chosen = runs.parse_method(runs.methods_of("images", model), method, option)
+    chosen = parse_method(runs.methods_of("images", model), method, option)
     chosen, drafter = with_own(runs.methods_of("images", model), chosen, drafter)
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = given(

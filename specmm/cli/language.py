@@ -174,7 +174,8 @@ def ask(
     """Answer a question about pictures or videos; the answer is written to stderr as it comes."""
     starting()
     from specmm.methods import VQA, label
-    from specmm.runs.run import default_method, parse_method
+    from specmm.methods.making import parse_method
+    from specmm.runs.run import default_method
 
     usual = default_method("questions", settings.drafter)
     chosen = parse_method(VQA, method or usual, settings.option)
@@ -233,7 +234,8 @@ def complete(
     """Continue a text; a single one is written to stderr as it comes."""
     starting()
     from specmm.methods import TEXT, label
-    from specmm.runs.run import default_method, parse_method
+    from specmm.methods.making import parse_method
+    from specmm.runs.run import default_method
 
     chosen = parse_method(TEXT, method or default_method("text", settings.drafter), settings.option)
     if plot is not None:

@@ -12,6 +12,7 @@ import ast
 import difflib
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -153,6 +154,11 @@ def maker_of(thing: object) -> str:
     kind = thing if hasattr(thing, "__module__") and hasattr(thing, "__name__") else type(thing)
     module = str(getattr(kind, "__module__", "")).partition(".")[0]
     return "" if module == __name__.partition(".")[0] else module
+
+
+def summary(thing: object) -> str:
+    """The first paragraph of the docstring of ``thing``, on one line; "" where there is none."""
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
 
 
 def name_of(thing: object) -> str:

@@ -30,8 +30,9 @@ from specmm.image_ar.records import (
 from specmm.loading.files import sentence_of, writable, write_whole
 from specmm.loading.hardware import Place
 from specmm.loading.pictures import upright
+from specmm.methods.making import parse_method
 from specmm.programs.batch_invariant import batch_invariant
-from specmm.runs.run import open_model, parse_method
+from specmm.runs.run import open_model
 from specmm.zoo.model_files import digest_of_models
 
 if TYPE_CHECKING:

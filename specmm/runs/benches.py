@@ -11,8 +11,9 @@ from specmm import methods
 from specmm.choose.threads import settled
 from specmm.extending.outside import of_others
 from specmm.image_ar.pipeline import family_of
+from specmm.methods.making import parse_methods
 from specmm.runs.race import Quickest, batches, facts_of, measure, raced, summary, usual, with_plain
-from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_model, parse_methods
+from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_model
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from specmm.core.tree import TreeShape
 from specmm.extending.outside import DraftRequest, make_drafter, of_others
 from specmm.hf.drafters.drafting import row_uniforms
 from specmm.methods import label
-from specmm.runs.run import Kind, Place, open_model, place_of, planning_bar, tree_of
+from specmm.methods.making import tree_of
+from specmm.runs.run import Kind, Place, open_model, place_of, planning_bar
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine, static_tree
 from specmm.verify import Recursive

@@ -29,7 +29,7 @@ from specmm.core.randomness import UniformSource, categorical
 from specmm.core.sorting import largest
 from specmm.core.tree import TreeShape
 from specmm.extending.kinds import shown
-from specmm.extending.registry import Open, parse_spec, unknown
+from specmm.extending.registry import Open, parse_spec, summary, unknown
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
 
@@ -129,7 +129,7 @@ class TreeKind:
                 f"device='cpu'), got {name}"
             )
         spelling = f"{name}({', '.join(one for one in parameters if one != 'device')})"
-        return cls(make, spelling, (inspect.getdoc(make) or name).splitlines()[0])
+        return cls(make, spelling, summary(make) or name)
 
 
 def _chain(length: int, *, device: Device) -> TreeShape:

@@ -23,7 +23,16 @@ from torch import Tensor
 from specmm.core.randomness import UniformSource, categorical
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.kinds import check_kind
-from specmm.extending.registry import OPTION, Open, maker_of, name_of, named, parse_spec, unknown
+from specmm.extending.registry import (
+    OPTION,
+    Open,
+    maker_of,
+    name_of,
+    named,
+    parse_spec,
+    summary,
+    unknown,
+)
 from specmm.shape.trees import Siblings
 
 
@@ -247,11 +256,10 @@ class RuleKind:
                 f"rule {name} must be hashable, because calls share it, got a "
                 f"{rule_class.__name__}; make it a @dataclass(frozen=True)"
             )
-        what = (inspect.getdoc(rule) or name).splitlines()[0]
         relaxed, codes = (bool(getattr(rule, flag, False)) for flag in ("relaxed", "codes"))
         if relaxed and rule.exact:
             raise ValueError(f"rule {name} must not be both exact and relaxed; leave one out")
-        return cls(rule, siblings, what, relaxed, codes)
+        return cls(rule, siblings, summary(rule) or name, relaxed, codes)
 
 
 def _released(place: str, name: str) -> RuleKind:

@@ -13,10 +13,10 @@ from PIL.PngImagePlugin import PngInfo
 from specmm.image_ar.pipeline import FAMILIES, open_pictures
 from specmm.image_ar.records import DESCRIPTION, KEY, read_record, sealed
 from specmm.methods import label
+from specmm.methods.making import parse_methods
 from specmm.programs.batch_invariant import batch_invariant
 from specmm.runs.again import KINDS as KINDS_OF
 from specmm.runs.again import checked_record, draw_again, draw_like
-from specmm.runs.run import parse_methods
 from tests.commands import as_json, refused, succeed
 from tests.golden.calls import CONTINUOUS, IMAGES, SCALES
 
