@@ -171,10 +171,10 @@ def _diffusion_source(
 
 def _check_proxy(proxy: CausalProxy, target: VLMTarget) -> None:
     """Raise ``ValueError`` for n-grams of other tokens than ``target``'s, except for padding."""
-    wanted = target.family.vocabulary
-    if isinstance(proxy, NGram) and abs(proxy.vocabulary - wanted) > PADDING:
+    vocabulary = target.family.vocabulary
+    if isinstance(proxy, NGram) and abs(proxy.vocabulary - vocabulary) > PADDING:
         raise ValueError(
-            f"the n-gram proxy must be of the target's {wanted} tokens, got one of "
+            f"the n-gram proxy must be of the target's {vocabulary} tokens, got one of "
             f"{proxy.vocabulary}; make one with specmm train proxy"
         )
 

@@ -28,8 +28,8 @@ def scoring_states(states: Tensor, kept: Tensor, count: int, block: int) -> Tens
     """
     order = torch.arange(count, count + block - 1, device=states.device).expand(len(states), -1)
     last = (kept - 1).clamp(min=0)[:, None]
-    wanted = torch.cat([last, order], dim=1)
-    return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[-1]))
+    slots = torch.cat([last, order], dim=1)
+    return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def check_room(prompt: VLMPrompt, most: int, room: int) -> None:

@@ -101,8 +101,8 @@ class AdaptiveLength:
         """Learn from a round of ``generated`` tokens before an end token, ``accepted`` of them."""
         self.generated += self.rate * (generated - self.generated)
         self.accepted += self.rate * (accepted - self.accepted)
-        wanted = self.generated + (self.step if self.accepted >= self.generated else 0)
-        self.length = math.floor(min(max(wanted, self.least), self.most))
+        length = self.generated + (self.step if self.accepted >= self.generated else 0)
+        self.length = math.floor(min(max(length, self.least), self.most))
 
 
 @dataclass

@@ -98,9 +98,9 @@ def load_module(
     config = config or read_config(path, kind) or infer(state, source=path)
     with WithoutWeights():
         model = make(config)
-    wanted = chosen_dtype(dtype, model)
-    load_strict(model, state, leftovers, path, wanted)
-    return model.to(wanted).eval()
+    weights_dtype = chosen_dtype(dtype, model)
+    load_strict(model, state, leftovers, path, weights_dtype)
+    return model.to(weights_dtype).eval()
 
 
 def save_module(model: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -123,10 +123,10 @@ def read_config(path: str | Path, kind: type[T]) -> T | None:
     sizes = read_json(file) if file.is_file() else {}
     if not str(sizes.get("model", "")).endswith("Config"):
         return None
-    found = sizes.pop("model")
-    if found != kind.__name__:
+    model = sizes.pop("model")
+    if model != kind.__name__:
         raise ValueError(
-            f"{file} must describe a {kind.__name__}, got a {found}, point to the right folder"
+            f"{file} must describe a {kind.__name__}, got a {model}, point to the right folder"
         )
     strange = sizes.keys() - set(_names(kind))
     if strange:

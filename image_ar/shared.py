@@ -240,8 +240,8 @@ class PicturePipeline(ABC, Generic[M]):
                 claim = drawn.certificate.under(self.claimed(target))
                 programs = turn.compiled[part]
                 padded = self.padded(asked[part])
-                found = recorder.records(part, rngs, decided, batch_size, programs, claim, padded)
-                records += found if drawn.whole else [one | {"interrupted": True} for one in found]
+                new = recorder.records(part, rngs, decided, batch_size, programs, claim, padded)
+                records += new if drawn.whole else [one | {"interrupted": True} for one in new]
                 move.ended(first + len(rngs) - move.done)
                 move()
                 if not drawn.whole:
@@ -322,8 +322,8 @@ class PicturePipeline(ABC, Generic[M]):
 
         Raises ``ValueError`` for no classes and for unknown ones.
         """
-        wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
-        return labels_of(self, wanted, given["num_images_per_prompt"])
+        classes = either("classes", given["classes"], "class_labels", given["class_labels"])
+        return labels_of(self, classes, given["num_images_per_prompt"])
 
     def generators(self, given: Mapping[str, Any], method: M, count: int) -> list[torch.Generator]:
         """A generator for each of ``count`` pictures."""

@@ -219,15 +219,15 @@ class TransformersImagePictures(TokenPictures):
                 "no effect"
             )
         options = self._painting_options(given["num_inference_steps"], given["guidance_scale"])
-        found = []
+        prompts = []
         for text, negative in zip(texts, negatives, strict=True):
             ids = self._ids(text, target.layout)
-            wanted = Wanted(ids, self._away(ids, negative, target.layout), text, options)
-            found += [wanted] * given["num_images_per_prompt"]
-        target.check(_prompt(target, found))
+            prompt = Wanted(ids, self._away(ids, negative, target.layout), text, options)
+            prompts += [prompt] * given["num_images_per_prompt"]
+        target.check(_prompt(target, prompts))
         if given["output_type"] != "latent":
             self.decoder()  # or there are no pixels
-        return found
+        return prompts
 
     def prompt(self, batch: Batch[methods.Method]) -> VLMPrompt:
         return _prompt(batch.on, batch.of)

@@ -49,10 +49,10 @@ def mean_score(
     scores = [score(predictions[q], answers[q]) for q in answers]
     exact = torch.tensor(scores, dtype=torch.float64)
     interval = draws.of_mean(exact, "questions") if draws else None
-    found = {**protocol, "counts": [len(scores)]}
+    facts = {**protocol, "counts": [len(scores)]}
     if empty := sum(not predictions[q].strip() for q in answers):
-        found["note"] = f"{empty} of {len(scores)} predictions are empty"
-    return Measurement(metric, sum(scores) / len(scores), found, interval=interval)
+        facts["note"] = f"{empty} of {len(scores)} predictions are empty"
+    return Measurement(metric, sum(scores) / len(scores), facts, interval=interval)
 
 
 def _check_questions(predictions: Predictions, answers: Answers) -> None:
@@ -86,9 +86,9 @@ def anls_score(prediction: str, answers: Sequence[str]) -> float:
     """The best of 1 - edit distance / longer length, 0 below 0.5; case does not count."""
     answer = _plain(prediction)
     best = 0.0
-    for wanted in map(_plain, answers):
-        longest = max(len(answer), len(wanted))
-        distance = edit_distance(answer, wanted) / longest if longest else 0.0
+    for truth in map(_plain, answers):
+        longest = max(len(answer), len(truth))
+        distance = edit_distance(answer, truth) / longest if longest else 0.0
         best = max(best, 1 - distance if distance < ANLS_THRESHOLD else 0.0)
     return best
 
@@ -121,10 +121,10 @@ def relaxed_match(prediction: str, answers: Sequence[str]) -> bool:
     """
     answer = prediction.strip()
     number = _number(answer)
-    for wanted in (a.strip() for a in answers):
-        truth = _number(wanted)
+    for expected in (a.strip() for a in answers):
+        truth = _number(expected)
         if number is None or not truth:  # a truth that is no number, or 0
-            right = answer.lower() == wanted.lower()
+            right = answer.lower() == expected.lower()
         else:
             right = abs(number - truth) / abs(truth) <= TOLERANCE
         if right:

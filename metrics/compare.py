@@ -136,11 +136,11 @@ def _loss(
     wy = wx if paired else _itself_and_resamples(y, bootstrap)
     one = mean_within(x, wx) - 2 * mean_across(x, reference, wx, wr)
     two = mean_within(y, wy) - 2 * mean_across(y, reference, wy, wr)
-    found = one - two
+    differences = one - two
     what = "pairs and reference" if paired else "all three sets"
     protocol = {**facts, "reference_count": len(reference)}
-    interval = bootstrap.of_replicates(found[1:], what)
-    return Measurement("kid_difference", float(found[0]), protocol, interval=interval)
+    interval = bootstrap.of_replicates(differences[1:], what)
+    return Measurement("kid_difference", float(differences[0]), protocol, interval=interval)
 
 
 def _itself_and_resamples(x: Tensor, bootstrap: Bootstrap) -> Tensor:

@@ -60,10 +60,10 @@ class FeatureStatistics:
 
     def update(self, features: Features) -> FeatureStatistics:
         """Add samples [N, F] in place; ``ValueError`` on NaN, another width or protocol."""
-        found = as_features(features)
-        same_width(len(self.total), found.values.shape[1])
-        self.protocol = joint_protocol(self.protocol, found.protocol)
-        for rows in torch.split(found.values, ROWS):
+        samples = as_features(features)
+        same_width(len(self.total), samples.values.shape[1])
+        self.protocol = joint_protocol(self.protocol, samples.protocol)
+        for rows in torch.split(samples.values, ROWS):
             exact = rows.to(self.total)
             self.count += len(exact)
             self.total += exact.sum(0)

@@ -43,13 +43,13 @@ class ScoreStatistics:
 
     def update(self, logits: Features) -> ScoreStatistics:
         """Add logits [N, C] in place, to the splits in turn."""
-        found = as_features(logits)
-        same_width(self.total.shape[1], found.values.shape[1])
-        self.protocol = joint_protocol(self.protocol, found.protocol)
-        order = torch.arange(len(found), device=self.counts.device)
+        samples = as_features(logits)
+        same_width(self.total.shape[1], samples.values.shape[1])
+        self.protocol = joint_protocol(self.protocol, samples.protocol)
+        order = torch.arange(len(samples), device=self.counts.device)
         into = (self.counts.sum() + order) % len(self.counts)
         self.counts += torch.bincount(into, minlength=len(self.counts))
-        for rows, where in zip(found.values.split(ROWS), into.split(ROWS), strict=True):
+        for rows, where in zip(samples.values.split(ROWS), into.split(ROWS), strict=True):
             logs = rows.to(self.total).log_softmax(1)
             certainty = (logs.exp() * logs).nan_to_num(0.0).sum(1)  # 0 ln 0 = 0
             self.total.index_add_(0, where, logs.exp())

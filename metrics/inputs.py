@@ -377,8 +377,8 @@ def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]
     formats = np.lib.format
     first = formats.read_magic(file) == (1, 0)
     read = formats.read_array_header_1_0 if first else formats.read_array_header_2_0
-    found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
-    return found
+    facts: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
+    return facts
 
 
 def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:

@@ -136,10 +136,10 @@ def _in_one_pass(x: Tensor, y: Tensor, picks: Picks, bootstrap: Bootstrap | None
         of_subsets = rows.new_zeros(len(picks), len(rows))
         for subset, pick in zip(of_subsets, picks, strict=True):
             subset[pick[side].to(rows.device)] = 1
-        found = [of_subsets, rows.new_ones(1, len(rows))]
+        groups = [of_subsets, rows.new_ones(1, len(rows))]
         if bootstrap:
-            found.append(bootstrap.weights(len(rows)).to(rows))
-        weights.append(torch.cat(found))
+            groups.append(bootstrap.weights(len(rows)).to(rows))
+        weights.append(torch.cat(groups))
     return _mmd_squared(x, y, weights[0], weights[1])
 
 

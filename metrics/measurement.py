@@ -123,6 +123,6 @@ def parse_measurements(value: Any, path: Path) -> list[Measurement]:
         got = type(value).__name__
         raise ValueError(f"{path} must hold one result of specmm eval --json, got a {got}")
     try:
-        return [Measurement.from_json(found) for found in value.get("results", [value])]
+        return [Measurement.from_json(result) for result in value.get("results", [value])]
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} must hold a result of specmm eval --json ({error})") from None

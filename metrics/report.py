@@ -114,8 +114,8 @@ def _read(path: Path) -> list[Row]:
     rows = value.get("rows", value) if isinstance(value, dict) else value
     if isinstance(rows, list) and rows and all(isinstance(r, dict) and "method" in r for r in rows):
         return [{**r, "method": r.get("label", r["method"]), "certificate": _kind(r)} for r in rows]
-    found = parse_measurements(value, path)
-    return [{"method": value.get("name", path.stem), "measurement": m} for m in found]
+    measurements = parse_measurements(value, path)
+    return [{"method": value.get("name", path.stem), "measurement": m} for m in measurements]
 
 
 def _kind(row: Row) -> object:

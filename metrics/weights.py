@@ -96,16 +96,16 @@ def locate(name: str, given: Path | None = None) -> Path:
     """
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)
-    wanted = KNOWN[name]
-    for place in _places(name, wanted) if given is None else [given]:
-        path = wanted.inside(place)
+    weights = KNOWN[name]
+    for place in _places(name, weights) if given is None else [given]:
+        path = weights.inside(place)
         if path is not None:
             return path
-    files = ", ".join([wanted.file, *wanted.companions])
+    files = ", ".join([weights.file, *weights.companions])
     where = given or "the weights folder, a package, torch hub's or HF's cache"
     folder = weights_folder() / name
-    hint = wanted.how(folder)
-    if wanted.install:
+    hint = weights.how(folder)
+    if weights.install:
         hint = f"run: {hint}, or put it in {folder}"
     raise ValueError(f"the weights {name!r} need {files} in {where}, got none; {hint}")
 
@@ -113,10 +113,10 @@ def locate(name: str, given: Path | None = None) -> Path:
 def weights_table() -> list[dict[str, str]]:
     """A row a network: name, what, licence, ``found`` (its path or "no"), how to ``get`` it."""
     rows = []
-    for name, wanted in KNOWN.items():
-        path = next((f for p in _places(name, wanted) if (f := wanted.inside(p))), "no")
-        facts = {"name": name, "what": wanted.what, "licence": wanted.licence}
-        rows.append({**facts, "found": str(path), "get": wanted.how(weights_folder() / name)})
+    for name, weights in KNOWN.items():
+        path = next((f for p in _places(name, weights) if (f := weights.inside(p))), "no")
+        facts = {"name": name, "what": weights.what, "licence": weights.licence}
+        rows.append({**facts, "found": str(path), "get": weights.how(weights_folder() / name)})
     return rows
 
 
@@ -135,19 +135,19 @@ def main_file(folder: Path) -> Path:
     raise ValueError(f"{folder} must hold {' or '.join(names)}, got neither")
 
 
-def _places(name: str, wanted: KnownWeights) -> list[Path]:
+def _places(name: str, weights: KnownWeights) -> list[Path]:
     """Folders in which to look for the weights called ``name``, in order."""
     places = [weights_folder() / name, weights_folder()]
-    if wanted.package:
-        spec = importlib.util.find_spec(wanted.package[0])  # located, not imported
+    if weights.package:
+        spec = importlib.util.find_spec(weights.package[0])  # located, not imported
         if spec and spec.origin:
-            places.append(Path(spec.origin).parent / wanted.package[1])
+            places.append(Path(spec.origin).parent / weights.package[1])
     places.append(Path(torch.hub.get_dir()) / "checkpoints")
-    if wanted.companions:
+    if weights.companions:
         from huggingface_hub import try_to_load_from_cache
 
-        repository = wanted.url.removeprefix("https://huggingface.co/")
-        cached = try_to_load_from_cache(repository, wanted.companions[0])
+        repository = weights.url.removeprefix("https://huggingface.co/")
+        cached = try_to_load_from_cache(repository, weights.companions[0])
         if isinstance(cached, str):
             places.append(Path(cached).parent)
     return places

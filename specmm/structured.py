@@ -213,8 +213,8 @@ class Matchers:
         from xgrammar import GrammarMatcher
 
         if row not in self._rows:
-            own = self.compiled[row if len(self.compiled) > 1 else 0]
-            self._rows[row] = GrammarMatcher(own), []
+            compiled = self.compiled[row if len(self.compiled) > 1 else 0]
+            self._rows[row] = GrammarMatcher(compiled), []
         matcher, said = self._rows[row]
         pairs = enumerate(zip(said, answer, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), min(len(said), len(answer)))

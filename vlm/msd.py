@@ -103,8 +103,8 @@ class MSDConfig:
         scaling = facts.get("rope_scaling") or rope
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in PLAIN_ROPE:
-            wanted = " or ".join(PLAIN_ROPE)
-            raise ValueError(f"{source} must have plain rotary positions ({wanted}), got {kind!r}")
+            plain = " or ".join(PLAIN_ROPE)
+            raise ValueError(f"{source} must have plain rotary positions ({plain}), got {kind!r}")
         names = cls.__dataclass_fields__
         given = {name: facts[name] for name in names if facts.get(name) is not None}
         given.setdefault("rope_theta", float(rope.get("rope_theta", 10000.0)))
@@ -286,13 +286,13 @@ def _check_sizes(head: MSDHead, target: VLMTarget) -> None:
             f"head.to({output.dtype})"
         )
     vocabulary, width = output.shape
-    for what, found, wanted in (
+    for what, ours, theirs in (
         ("width", head.config.hidden_size, width),
         ("vocabulary", head.config.vocab_size, vocabulary),
     ):
-        if found != wanted:
+        if ours != theirs:
             raise ValueError(
-                f"drafter must have the target's {what} {wanted}, got {found}; "
+                f"drafter must have the target's {what} {theirs}, got {ours}; "
                 "use one trained for it"
             )
 
@@ -334,12 +334,12 @@ def load_msd(
         state[EMBEDDINGS] = embeddings.detach().cpu()
     elif facts.get("target_embeddings"):
         raise ValueError(f"{path} must be loaded with its target's embeddings, got none; give them")
-    wanted = dtype or (torch.float32 if embeddings is None else embeddings.dtype)
+    head_dtype = dtype or (torch.float32 if embeddings is None else embeddings.dtype)
     with WithoutWeights():
         head = MSDHead(config)
-    load_strict(head, state, LEFTOVERS, path, wanted)
+    load_strict(head, state, LEFTOVERS, path, head_dtype)
     head.acceptance = read_acceptance(file.parent)
-    return head.to("cpu" if embeddings is None else embeddings.device, wanted).eval()
+    return head.to("cpu" if embeddings is None else embeddings.device, head_dtype).eval()
 
 
 def _check_target(
@@ -379,9 +379,9 @@ def _distance(a: Tensor, b: Tensor) -> float:
     """Distance of ``a`` [v, C] from ``b`` [v, C], relative to ``b``'s norm, ROWS at a time."""
     apart = length = 0.0
     for ours, theirs in zip(a.split(ROWS), b.detach().split(ROWS), strict=True):
-        wanted = theirs.cpu().float()
-        apart += float((ours.float() - wanted).square().sum())
-        length += float(wanted.square().sum())
+        original = theirs.cpu().float()
+        apart += float((ours.float() - original).square().sum())
+        length += float(original.square().sum())
     return float((apart / max(length, 1e-24)) ** 0.5)
 
 

@@ -103,9 +103,9 @@ class VQAPipeline(Pipeline):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """See :class:`Pipeline`; the folder of a composed model is copied."""
-        own = self.drafters.folder
-        if own is not None and is_composed(own):
-            shutil.copytree(own, folder, dirs_exist_ok=True)
+        composed = self.drafters.folder
+        if composed is not None and is_composed(composed):
+            shutil.copytree(composed, folder, dirs_exist_ok=True)
         else:
             super().save_pretrained(folder)
 

@@ -64,13 +64,13 @@ class VerdictPrompts:
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
-            found = _fields_of(getattr(self, name))
+            used = _fields_of(getattr(self, name))
             needed = FIELDS[name] - OPTIONAL
-            if not needed <= found <= FIELDS[name]:
+            if not needed <= used <= FIELDS[name]:
                 may = sorted(FIELDS[name] - needed)
-                wanted = f"{sorted(needed)}" + (f" and may use {may}" if may else "")
+                expected = f"{sorted(needed)}" + (f" and may use {may}" if may else "")
                 raise ValueError(
-                    f"prompt {name!r} must use {wanted}, got {sorted(found)}; add or remove"
+                    f"prompt {name!r} must use {expected}, got {sorted(used)}; add or remove"
                 )
 
     @property

@@ -36,8 +36,8 @@ class BlockMemory(nn.Module):
 
     def read(self, embeddings: Tensor) -> Tensor:
         """The part [..., R] of drafted tokens with the target's ``embeddings`` [..., C]."""
-        found: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:], eps=NORM_EPS))
-        return found
+        part: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:], eps=NORM_EPS))
+        return part
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -88,8 +88,8 @@ def load_deer(
     shared = bool(facts.get("target_embeddings"))
     if shared:
         check_target(facts, target, folder)
-        own = model.state_dict()
-        state |= {name: own[name] for name in SHARED}
+        untrained = model.state_dict()
+        state |= {name: untrained[name] for name in SHARED}
     load_strict(model, state, LEFTOVERS, folder)
     if shared:  # tensors that may be quantised
         share(model, target)

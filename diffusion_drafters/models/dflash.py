@@ -130,8 +130,8 @@ class DFlash(nn.Module):
     def pairs(self, previous: Tensor) -> Tensor:
         """The addition to the logits [..., v] after the target's tokens ``previous`` [...]."""
         assert self.markov is not None
-        found: Tensor = self.markov(self.t2d[previous])
-        return found
+        logits: Tensor = self.markov(self.t2d[previous])
+        return logits
 
     def begin(self, batch: int, capacity: int, commit: int) -> None:
         """Make room for ``capacity`` positions a row and rounds that commit at most ``commit``."""
@@ -237,14 +237,14 @@ def context_keys(model: DFlash, context: Tensor, positions: Tensor) -> list[tupl
     """Each layer's keys, values [B, H, M, D] of ``context`` [B, M, F·C] at [1 or B, M]."""
     mixed = model.hidden_norm(model.fc(context))  # [B, M, C]
     turns = model.turns(mixed, positions)
-    found = []
+    pairs = []
     for layer in model.layers:
         attention = layer.self_attn
         split = (*mixed.shape[:2], -1, attention.head_dim)
         keys = attention.k_norm(attention.k_proj(mixed).view(split)).transpose(1, 2)
         _, keys = apply_rotary_pos_emb(keys, keys, *turns)
-        found.append((keys, attention.v_proj(mixed).view(split).transpose(1, 2)))
-    return found
+        pairs.append((keys, attention.v_proj(mixed).view(split).transpose(1, 2)))
+    return pairs
 
 
 def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
@@ -266,14 +266,14 @@ def dflash_of(
     state = renamed(kept_weights, RENAMED)
     if not config.tokens:
         state.pop("d2t", None)  # a table of all tokens changes nothing
-    wanted = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)
+    weights_dtype = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)
     with WithoutWeights():
         model = DFlash(config)
         model.own(state)
-    load_strict(model, state, LEFTOVERS, str(source), wanted)
+    load_strict(model, state, LEFTOVERS, str(source), weights_dtype)
     if model.ids is not None:
         model.set_ids(model.ids)
-    cast(model, wanted)
+    cast(model, weights_dtype)
     return model.eval()
 
 

@@ -135,8 +135,8 @@ def load_diffusion_lm(folder: str | Path, dtype: torch.dtype | None = None) -> D
     kind = _kind(facts)
     if kind not in READERS:
         raise unknown("kind of diffusion language model", kind, READERS)
-    wanted = dtype or next(t.dtype for t in state.values() if t.is_floating_point())
-    return READERS[kind](facts, state, folder, wanted)
+    weights_dtype = dtype or next(t.dtype for t in state.values() if t.is_floating_point())
+    return READERS[kind](facts, state, folder, weights_dtype)
 
 
 def _kind(facts: Facts) -> str:
@@ -224,13 +224,13 @@ def _ddit_config(facts: Facts, state: State, source: str | Path) -> DDiTConfig:
     given = {**facts, **facts.get("model", {})}
 
     def size(*names: str) -> int:
-        found = next((given[n] for n in names if isinstance(given.get(n), int)), None)
-        if found is None:
-            wanted = " or ".join(names)
+        number = next((given[n] for n in names if isinstance(given.get(n), int)), None)
+        if number is None:
+            fields = " or ".join(names)
             raise ValueError(
-                f"{source} must give {wanted} as a whole number in config.json, got none"
+                f"{source} must give {fields} as a whole number in config.json, got none"
             )
-        return int(found)
+        return int(number)
 
     if DDIT_EMBEDDING not in state:
         raise ValueError(f"{source} must hold {DDIT_EMBEDDING}, got {len(state)} other tensors")

@@ -228,10 +228,10 @@ class _GivenNumbers:
         taking = (self.going if rows is None else self.going & rows.view_as(self.going)).long()
         first = self.used[i][:, None] + (taking.cumsum(1) - taking) * count  # [B, n]
         at = first[:, :, None] + arange(count, first)
-        wanted = taking.sum(1) * count
-        self.used[i] = self.used[i] + wanted
+        total = taking.sum(1) * count
+        self.used[i] = self.used[i] + total
         ended = (self.used[i] > self.held[i]) & (self.short[:, 0] == 0)
-        wanted_rows = torch.stack([torch.full_like(wanted, i + 1), wanted], dim=1)
+        wanted_rows = torch.stack([torch.full_like(total, i + 1), total], dim=1)
         self.short = torch.where(ended[:, None], wanted_rows, self.short)
         numbers = stream.gather(1, at.flatten(1).clamp(max=stream.shape[1] - 1))
         return numbers.view(-1, count)

@@ -48,9 +48,9 @@ def spaced_timesteps(spec: str, steps: int = BASE_STEPS) -> list[int]:
     sections = [int(part) for part in count.split(",")]
     timesteps: list[int] = []
     first = 0
-    for i, wanted in enumerate(sections):
+    for i, chosen in enumerate(sections):
         size = steps // len(sections) + (i < steps % len(sections))
-        timesteps += [first + offset for offset in _strided(wanted, size)]
+        timesteps += [first + offset for offset in _strided(chosen, size)]
         first += size
     return sorted(set(timesteps))
 

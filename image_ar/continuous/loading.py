@@ -85,17 +85,17 @@ def infer_mar_config(
     sizes: dict[str, int] = {}
     for side in ("encoder", "decoder"):
         dim = shape_of(state, f"{side}_norm.weight", source)[0]
-        known = (
+        published = (
             p[f"{side}_num_heads"] for p in PUBLISHED.values() if p[f"{side}_embed_dim"] == dim
         )
-        found = heads or next(known, None)
-        if found is None:
+        head_count = heads or next(published, None)
+        if head_count is None:
             raise ValueError(
                 f"heads must be given, because {source} does not contain it; pass heads, or put a "
                 "config.json beside the file"
             )
         depth = count(state, rf"{side}_blocks\.(\d+)\.")
-        sizes |= {f"{side}_embed_dim": dim, f"{side}_depth": depth, f"{side}_num_heads": found}
+        sizes |= {f"{side}_embed_dim": dim, f"{side}_depth": depth, f"{side}_num_heads": head_count}
     length = shape_of(state, "diffusion_pos_embed_learned", source)[1]
     inner = shape_of(state, "encoder_blocks.0.mlp.fc1.weight", source)[0]
     config = MARConfig(
@@ -137,9 +137,9 @@ def check_vae(target: MAR, vae: AutoencoderKL) -> None:
 
 def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:
     """Raise ``ValueError`` unless ``vae`` has the fingerprint ``found`` beside a drafter."""
-    wanted = kl_fingerprint(vae)
-    if found != wanted:
-        raise ValueError(f"drafter's VAE must be the target's {wanted}, got {found} for {source}")
+    expected = kl_fingerprint(vae)
+    if found != expected:
+        raise ValueError(f"drafter's VAE must be the target's {expected}, got {found} for {source}")
 
 
 def load_small_mar(
@@ -153,10 +153,10 @@ def load_small_mar(
     if not place.is_dir():
         return None
     if whole:
-        found = kl_fingerprint(load_kl(folder / "vae"))
+        digest = kl_fingerprint(load_kl(folder / "vae"))
     else:
-        found = str(read_json(place / PAIR).get("vae"))
-    check_same_vae(vae, found, folder)
+        digest = str(read_json(place / PAIR).get("vae"))
+    check_same_vae(vae, digest, folder)
     return load_mar(place, dtype=dtype)
 
 

@@ -186,15 +186,15 @@ def decode_mar(
     conditions = conditions or partial(head_conditions, model)
     progress = MARProgress(tokens, 0)
     for part in settings.iterations(length):
-        wanted = orders[:, part.first : part.last].sort(-1).values
+        places = orders[:, part.first : part.last].sort(-1).values
         known = orders[:, part.last :]
         with clock("verify"):
-            z = conditions(tokens, known, classes, wanted)
+            z = conditions(tokens, known, classes, places)
         with clock("head"):
-            made, calls = sampler.sample(HeadCondition(z, part.scale), [wanted.shape[1]] * batch)
-        write_tokens(tokens, wanted, made)
-        progress.count += wanted.shape[1]
-        tell(HeadCalls(wanted, calls, len(sampler.head.times)))
+            drawn, calls = sampler.sample(HeadCondition(z, part.scale), [places.shape[1]] * batch)
+        write_tokens(tokens, places, drawn)
+        progress.count += places.shape[1]
+        tell(HeadCalls(places, calls, len(sampler.head.times)))
         stats.head_calls += calls
         stats.rounds += batch
         stats.batch_rounds += 1

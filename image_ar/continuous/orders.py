@@ -104,8 +104,8 @@ def mask_lengths(length: int, iterations: int) -> list[int]:
     lengths = []
     left = length
     for k in range(iterations):
-        wanted = math.floor(length * math.cos(math.pi / 2 * (k + 1) / iterations))
-        left = max(1, min(left - 1, wanted))
+        cosine = math.floor(length * math.cos(math.pi / 2 * (k + 1) / iterations))
+        left = max(1, min(left - 1, cosine))
         lengths.append(left)
     return lengths
 

@@ -191,9 +191,9 @@ def log_likelihood(
     top-p are not applied, since the small model may draw a token that they would exclude. Raises
     ``ValueError`` for another number of tokens than the model's.
     """
-    wanted = model.config.schedule.length
-    if tokens.ndim != 2 or tokens.shape[1] != wanted:
-        raise ValueError(f"tokens must be [pictures, {wanted}], got {list(tokens.shape)}")
+    length = model.config.schedule.length
+    if tokens.ndim != 2 or tokens.shape[1] != length:
+        raise ValueError(f"tokens must be [pictures, {length}], got {list(tokens.shape)}")
     feature_map = FeatureMap(quantizer, len(labels))
     session = Session(model, labels, sampling, len(feature_map.schedule) - 1)
     scores = []

@@ -59,10 +59,10 @@ class GPTConfig:
     @property
     def ffn_dim(self) -> int:
         """Inner width of the feed-forward layers: 8C/3 (times a multiplier), rounded up."""
-        wanted = int(8 * self.dim / 3)
+        width = int(8 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:
-            wanted = int(self.ffn_dim_multiplier * wanted)
-        return -(-wanted // self.multiple_of) * self.multiple_of
+            width = int(self.ffn_dim_multiplier * width)
+        return -(-width // self.multiple_of) * self.multiple_of
 
 
 PUBLISHED = {

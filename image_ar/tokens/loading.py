@@ -117,12 +117,12 @@ def infer_gpt_config(
         rows, half, _ = shape_of(state, "freqs_cis", source)
         n_head = n_head or dim // (2 * half)
         block_size = block_size or rows - prefix.get("cls_token_num", 1)
-    known = (p["n_head"] for p in PUBLISHED.values() if (p["dim"], p["n_layer"]) == (dim, n_layer))
-    n_head = n_head or next(known, None)
+    heads = (p["n_head"] for p in PUBLISHED.values() if (p["dim"], p["n_layer"]) == (dim, n_layer))
+    n_head = n_head or next(heads, None)
     if n_head is None or block_size is None:
-        wanted = "n_head" if n_head is None else "block_size (256 for 256 px, 576 for 384 px)"
+        missing = "n_head" if n_head is None else "block_size (256 for 256 px, 576 for 384 px)"
         raise ValueError(
-            f"{wanted} must be given, because {source} does not contain it; pass it, or put a "
+            f"{missing} must be given, because {source} does not contain it; pass it, or put a "
             "config.json beside the file"
         )
     config = GPTConfig(dim, n_layer, n_head, vocab_size, block_size, **prefix)
@@ -318,13 +318,13 @@ def _load_eagle_for(folder: Path, target: Transformer) -> EagleHead:
     return head.to(weight.device)
 
 
-def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -> None:
-    """Raise :class:`FileError` unless the sizes in the file are the ``wanted`` ones."""
+def _check_eagle(path: str | Path, state: State, sizes: Mapping[str, object]) -> None:
+    """Raise :class:`FileError` unless the file has these ``sizes``."""
     file = weights_file(path).with_name("config.json")
     facts = read_json(file) if file.is_file() else {}
     if "embed_tokens.weight" in state:
         facts["vocab_size"], facts["hidden_size"] = state["embed_tokens.weight"].shape
-    for name, value in wanted.items():
+    for name, value in sizes.items():
         if value is not None and facts.get(name, value) != value:
             raise FileError(
                 path,

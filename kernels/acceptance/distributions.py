@@ -39,14 +39,14 @@ def draw(now, uniform, V, BLOCK: tl.constexpr):
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         total += tl.sum(tl.load(now + v, mask=v < V, other=0.0), 0)
-    wanted = uniform * total
+    threshold = uniform * total
     done = tl.zeros_like(total)
     token = tl.full([], 2**31 - 1, tl.int32)
     last = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         mass = tl.load(now + v, mask=v < V, other=0.0)
-        hit = (mass > 0) & (done + tl.cumsum(mass, 0) > wanted)
+        hit = (mass > 0) & (done + tl.cumsum(mass, 0) > threshold)
         token = tl.minimum(token, tl.min(tl.where(hit, v, 2**31 - 1), 0))
         last = tl.maximum(last, tl.max(tl.where(mass > 0, v, 0), 0))
         done += tl.sum(mass, 0)

@@ -26,8 +26,8 @@ def accept(
         path = _up(parents, next(filter(hit.__getitem__, order), 0))
     probs = following[path[-1]]
     reached = list(accumulate(probs))
-    wanted = uniforms[-1] * reached[-1]
-    token = next(t for t, mass in enumerate(probs) if mass > 0 and reached[t] > wanted)
+    threshold = uniforms[-1] * reached[-1]
+    token = next(t for t, mass in enumerate(probs) if mass > 0 and reached[t] > threshold)
     return path, token
 
 

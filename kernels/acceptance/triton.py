@@ -38,23 +38,23 @@ def accept(
     """Path, kept and next token; for the arguments see ``specmm.kernels.acceptance.accept``."""
     batch, nodes, vocabulary = probs.shape
     path = parents.new_full((batch, depth + 1), -1)
-    found = path, parents.new_empty(batch), parents.new_empty(batch)
-    given = [x.contiguous() for x in (probs, tokens, parents)]
+    results = path, parents.new_empty(batch), parents.new_empty(batch)
+    inputs = [x.contiguous() for x in (probs, tokens, parents)]
     sizes = nodes, len(parents), depth + 1, vocabulary
     block = dict(BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=WARPS)
     if greedy:
-        follow[(batch,)](*given, *found, *sizes, **block)
-        return found
-    given += [uniforms.contiguous(), probs if drafts is None else drafts.contiguous()]
+        follow[(batch,)](*inputs, *results, *sizes, **block)
+        return results
+    inputs += [uniforms.contiguous(), probs if drafts is None else drafts.contiguous()]
     drawn = dict(DRAWN=drafts is not None, **block)
     if leaves_first:
         scratch = probs.new_empty(batch, depth + 1, vocabulary)
         every = triton.next_power_of_2(nodes)
-        climb[(batch,)](*given, scratch, *found, *sizes, NODES=every, **drawn)
-        return found
+        climb[(batch,)](*inputs, scratch, *results, *sizes, NODES=every, **drawn)
+        return results
     scratch = probs.new_empty(batch, SCRATCH.value, vocabulary)
-    walk[(batch,)](*given, scratch, *found, *sizes, **drawn)
-    return found
+    walk[(batch,)](*inputs, scratch, *results, *sizes, **drawn)
+    return results
 
 
 @triton.jit

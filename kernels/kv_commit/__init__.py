@@ -65,21 +65,21 @@ def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: i
     order = torch.arange(path.shape[1], device=path.device)
     order = torch.where(order < kept[:, None], order, 0)  # [B, M]
     source = first + path.gather(1, order).clamp(min=0)
-    wanted = torch.where(kept[:, None] > 0, lengths[:, None] + order, source)
+    destination = torch.where(kept[:, None] > 0, lengths[:, None] + order, source)
     rows, slots = data.shape[1:3]
     if rows > len(path):  # guidance branches keep the same nodes
         source = source.repeat(rows // len(path), 1)  # [R, M]
-        wanted = wanted.repeat(rows // len(path), 1)
+        destination = destination.repeat(rows // len(path), 1)
     if data.stride(1) != slots * data.stride(2):
         each = torch.arange(rows, device=path.device)[:, None]
-        data[:, each, wanted] = data[:, each, source]
+        data[:, each, destination] = data[:, each, source]
         return
     if rows > 1:
         first_slot = torch.arange(0, rows * slots, slots, device=path.device)[:, None]
         source = source + first_slot
-        wanted = wanted + first_slot
+        destination = destination + first_slot
     flat = data.flatten(1, 2)  # two thirds of the time of indexing rows and slots
     source = source.flatten()
     # of some rows of a larger memory, index_select would copy all
     moved = flat.index_select(1, source) if data.is_contiguous() else flat[:, source]
-    flat.index_copy_(1, wanted.flatten(), moved)
+    flat.index_copy_(1, destination.flatten(), moved)

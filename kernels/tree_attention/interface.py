@@ -41,18 +41,18 @@ def forward(
 ) -> tuple[Tensor, None]:
     """Attention [R, T, H, D] of ``query`` [R, H, T, D] over ``key`` and ``value`` [R, K, S, D]."""
     if isinstance(tree_mask, PackedMask):
-        found = []
+        outputs = []
         each = zip(tree_mask.parts, tree_mask.split(query, 2), tree_mask.held, strict=True)
-        for part, own, held in each:
+        for part, queries, held in each:
             dense = part.mask if isinstance(part.mask, Tensor) else None
-            other = None if isinstance(part.mask, Tensor) else part.mask
-            out, _ = forward(module, own, *held, dense, dropout, scaling, other, **options)
-            found.append(out)
-        return tree_mask.joined(found)[None], None
+            packed = None if isinstance(part.mask, Tensor) else part.mask
+            out, _ = forward(module, queries, *held, dense, dropout, scaling, packed, **options)
+            outputs.append(out)
+        return tree_mask.joined(outputs)[None], None
     if tree_mask is None:
         mask = None if attention_mask is PLACEHOLDER else attention_mask
-        given = (module, query, key, value, mask)
-        return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)
+        inputs = (module, query, key, value, mask)
+        return sdpa_attention_forward(*inputs, dropout=dropout, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(tree_mask, RaggedMask):
         return ragged_attention(query, key, value, tree_mask, scale).transpose(1, 2), None

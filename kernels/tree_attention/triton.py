@@ -245,8 +245,8 @@ def _splits(programs: int, slots: int, device: torch.device) -> int:
     """C: enough to fill the GPU, from static sizes only, so that the host need not read lengths."""
     if device.type != "cuda":
         return 1
-    wanted = triton.cdiv(
+    enough = triton.cdiv(
         WAVES * torch.cuda.get_device_properties(device).multi_processor_count, programs
     )
     longest = triton.cdiv(slots, MOST_SPLIT)
-    return max(1, longest, min(wanted, slots // LEAST_SPLIT))
+    return max(1, longest, min(enough, slots // LEAST_SPLIT))

@@ -90,8 +90,8 @@ class AppModels:
             listed = ", ".join(self.names[kind]) or "(there are none)"
             if not self.anything:
                 raise ValueError(f"model must be one of {listed}, got {name!r}")
-            if kind not in (found := self._list(name)):
-                raise ValueError(f"{name} is a model of {' and '.join(found)}, not of {kind}")
+            if kind not in (kinds := self._list(name)):
+                raise ValueError(f"{name} is a model of {' and '.join(kinds)}, not of {kind}")
         if (kind, name) not in self._loaded:
             folder = local(name)
             encoder = self.text_encoder
@@ -170,8 +170,8 @@ def changed(own: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
 
     Raises ``ValueError`` for texts that are not values of the parameter's type.
     """
-    given = {name: text for name, text in texts.items() if text.strip() and text != str(own[name])}
-    return {name: value_of(name, text, own[name]) for name, text in given.items()}
+    edited = {name: text for name, text in texts.items() if text.strip() and text != str(own[name])}
+    return {name: value_of(name, text, own[name]) for name, text in edited.items()}
 
 
 def _has_weights(folder: Path) -> bool:

@@ -143,12 +143,12 @@ def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
         done = max(lane.counts, default=0)
         return f"<b>{escape(name)}</b> {seconds} · {done} of {total}"
     claim = lane.out.certificate
-    found = f"<b>{escape(name)}</b> <b>{seconds}</b> · {counted(lane)}"
+    summary = f"<b>{escape(name)}</b> <b>{seconds}</b> · {counted(lane)}"
     about = claim.kind if claim.tv is None or not claim.tv else f"{claim.kind}, TV {claim.tv:.3f}"
     kind = f'<span class="claim">{about}</span>'
     more = f"<details><summary>Certificate: {kind}</summary>{escape(str(claim))}</details>"
     ran = "" if lane.out.method in (name, name.split("(")[0]) else escape(lane.out.method)
-    return f"{found}<br>{ran}{more}"
+    return f"{summary}<br>{ran}{more}"
 
 
 def counted(lane: PictureLane | TextLane) -> str:

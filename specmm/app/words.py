@@ -196,10 +196,10 @@ def short(text: str) -> str:
 def scenes() -> tuple[str, ...]:
     """Paths of new pictures to ask about: coloured shapes, as in the data of ``pocket/llava``."""
     folder = Path(own_folder("scenes").name)
-    found = []
+    paths = []
     for shape, colour, corners in SHAPES:
         image = Image.new("RGB", (SIDE, SIDE), "#e8ebf2")
         getattr(ImageDraw.Draw(image), shape)(corners, fill=colour)
-        found.append(str(folder / f"{colour}-{shape}.png"))
-        image.save(found[-1])
-    return tuple(found)
+        paths.append(str(folder / f"{colour}-{shape}.png"))
+        image.save(paths[-1])
+    return tuple(paths)

@@ -183,7 +183,7 @@ class _Said:
 
     def __post_init__(self) -> None:
         self.shown: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        self.waiting = {kind: list(found) for kind, found in self.listed.items()}
+        self.waiting = {kind: list(media) for kind, media in self.listed.items()}
 
     def read(self, entry: Any, place: str) -> Message:
         """The message of an ``entry``; raises ``Unusable`` if it cannot be used."""
@@ -227,8 +227,8 @@ class _Said:
         for kind in pieces[1::2]:
             self._show(kind, None)
         each = zip([*pieces[1::2], ""], pieces[::2], strict=True)
-        found = [part for kind, said in each for part in (_text(said), {"type": kind})][:-1]
-        return [part for part in found if part.get("text") != ""] or [_text("")]
+        parts = [part for kind, said in each for part in (_text(said), {"type": kind})][:-1]
+        return [part for part in parts if part.get("text") != ""] or [_text("")]
 
     def _part(self, part: Any) -> list[Part]:
         """One part of a message; notes the picture or video that it shows."""
@@ -352,15 +352,15 @@ def _files(path: Path) -> list[Path]:
         files = json.loads((path / "state.json").read_text())["_data_files"]
         return [path / file["filename"] for file in files]
     below = [Path(place) for place, reason in files_below(str(path)) if not reason]
-    found = [file for file in below if file.suffix.lower() in FILES]
-    if not found:
+    readable = [file for file in below if file.suffix.lower() in FILES]
+    if not readable:
         endings = sorted({file.suffix for file in below if file.suffix})
         raise ValueError(
             f"data must be files of chats ({', '.join(FILES)}), got a folder of "
             f"{', '.join(endings[:3]) or 'nothing'} at {path}; write questions and answers about "
             "them into a file"
         )
-    return found
+    return readable
 
 
 def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:

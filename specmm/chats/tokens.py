@@ -293,10 +293,10 @@ class ChatReader:
         for message in chat.messages:
             text = "".join(part.get("text", "") for part in message["content"])
             text = text.rpartition(THOUGHT)[2]
-            wanted = self.words.decode(self.words(text, add_special_tokens=False)["input_ids"])
-            if message["role"] == "assistant" and "".join(wanted.split()) not in decoded:
+            answer = self.words.decode(self.words(text, add_special_tokens=False)["input_ids"])
+            if message["role"] == "assistant" and "".join(answer.split()) not in decoded:
                 raise ValueError(
-                    f"{chat.place}: the answer {wanted[:60]!r} is not in what the chat template "
+                    f"{chat.place}: the answer {answer[:60]!r} is not in what the chat template "
                     f"marks as answers, {self.words.decode(row.said)[:60]!r}; mend the template's "
                     "{% generation %}, or its turns"
                 )
@@ -306,8 +306,8 @@ class ChatReader:
         rows = [self.written(chat) for chat in chats]
         if not self.sees:
             ids = padded([row.ids[: self.limit] for row in rows])
-            own = padded([list(map(int, row.learnt[: self.limit])) for row in rows])
-            return VLMPrompt({**ids}, 1), own["input_ids"].bool()
+            masks = padded([list(map(int, row.learnt[: self.limit])) for row in rows])
+            return VLMPrompt({**ids}, 1), masks["input_ids"].bool()
         prompt = VLMPrompt(self._heads(chats, [row.text[: row.head] for row in rows]), 1)
         rooms = (self.limit - prompt.lengths).clamp(min=0).tolist()
         tails = [slice(row.begin, row.begin + room) for row, room in zip(rows, rooms, strict=True)]

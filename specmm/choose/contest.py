@@ -187,10 +187,10 @@ class Record:
     def _note(self) -> None:
         """Write the notes for later processes."""
         # methods not asked for in this process stay noted
-        found = self.noted | {methods.label(one): all_of for one, all_of in self.samples.items()}
+        measured = self.noted | {methods.label(one): all_of for one, all_of in self.samples.items()}
         rows = {
             method: [(x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples]
-            for method, samples in found.items()
+            for method, samples in measured.items()
         }
         sums = self.calls, self.decoded, self.lasted, self.spent
         self.notes.write(

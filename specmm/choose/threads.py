@@ -189,10 +189,10 @@ class Products:
     @classmethod
     def of(cls, network: nn.Module, rows: int) -> Products:
         """The products of ``network``; only the first ones, if a pass would read too much."""
-        found = [m for m in network.modules() if isinstance(m, nn.Linear) and _plain(m)]
-        read = accumulate(layer.weight.numel() for layer in found)
-        layers = [layer for layer, so_far in zip(found, read, strict=True) if so_far <= MOST]
-        layers = layers or found[:1]
+        linear = [m for m in network.modules() if isinstance(m, nn.Linear) and _plain(m)]
+        read = accumulate(layer.weight.numel() for layer in linear)
+        layers = [layer for layer, so_far in zip(linear, read, strict=True) if so_far <= MOST]
+        layers = layers or linear[:1]
         sizes = [(one.out_features, one.in_features, str(one.weight.dtype)) for one in layers]
         return cls(layers, rows, notes=Notes.of_machine("threads", (sizes, rows, allowed())))
 
@@ -325,10 +325,10 @@ def chosen(network: object) -> Iterator[None]:
         if not _Process.calls:
             _Process.own = torch.get_num_threads()
         _Process.calls += 1
-        own = _Process.own
+        count = _Process.own
     _call.inside = True
     try:
-        torch.set_num_threads(own)
+        torch.set_num_threads(count)
         several = allowed() > 1
         choose(network)
         products = _products[network]
@@ -338,7 +338,7 @@ def chosen(network: object) -> Iterator[None]:
         _call.inside, _call.products = False, None
         with _Process.lock:
             _Process.calls -= 1
-        torch.set_num_threads(own)
+        torch.set_num_threads(count)
 
 
 def look_again() -> None:

@@ -94,13 +94,13 @@ class Trace:
         """
         each = self.kept[:, 0, 0].float().split(self.roots.tolist())
         bounds = self.contexts.float().quantile(torch.tensor([1 / 3, 2 / 3, 1.0])).ceil().int()
-        found, least = {}, -1
+        shares, least = {}, -1
         for most in dict.fromkeys(bounds.tolist()):
             pairs = zip(each, self.contexts.tolist(), strict=True)
             if some := [one for one, context in pairs if least < context <= most]:
-                found[most] = float(torch.cat(some).mean())
+                shares[most] = float(torch.cat(some).mean())
             least = most
-        return found
+        return shares
 
     def plan(self, costs: Costs, margin: float = 0.05) -> Plan:
         """The tree expected to be fastest if rounds take ``costs``, or plain decoding."""

@@ -199,9 +199,9 @@ def plan(
 
 def _shown(planned: tuple[dict[str, Any], list[str]], as_json: bool) -> None:
     """Print a plan."""
-    found, lines = planned
+    facts, lines = planned
     if as_json:
-        emit(found)
+        emit(facts)
     else:
         typer.echo("\n".join(lines))
 

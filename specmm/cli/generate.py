@@ -119,7 +119,7 @@ def generate(
     sampling = given(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
     )
-    wanted = given(
+    picture_options = given(
         negative_prompt=negative_prompt, height=height, width=width, num_inference_steps=steps
     )
     run = runs.PictureRun(
@@ -133,7 +133,7 @@ def generate(
         writable(out or Path("out") / f"{chosen.name}-{seed}"),
         compiled_as(compiled, compile_all),
         batch_invariant,
-        wanted,
+        picture_options,
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)
@@ -166,12 +166,12 @@ def _again(context: typer.Context, like: Path, model: str | None, out: Path, as_
             option = {"option": "o", "compile_all": "compile"}.get(name, name)
             refuse("pictures that are drawn --like one", **{option: True})
     with stdout_reserved():
-        found = draw_like(like, out, model, say)
+        redrawn = draw_like(like, out, model, say)
     if as_json:
-        emit(found.as_dict())
+        emit(redrawn.as_dict())
     else:
-        typer.echo(str(found))
-    if not found.equal:
+        typer.echo(str(redrawn))
+    if not redrawn.equal:
         raise typer.Exit(1)
 
 

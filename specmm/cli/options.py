@@ -127,9 +127,9 @@ def with_fields(
 
         others = inspect.signature(command).parameters.values()
         parameters = [*(each for each in others if each.name != name), *fields.values()]
-        found: Any = called
-        found.__signature__ = inspect.Signature(parameters)
-        found.__annotations__ = {each.name: each.annotation for each in parameters}
+        command_with_fields: Any = called
+        command_with_fields.__signature__ = inspect.Signature(parameters)
+        command_with_fields.__annotations__ = {each.name: each.annotation for each in parameters}
         return called
 
     return wrap

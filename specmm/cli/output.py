@@ -87,8 +87,8 @@ def _wrong_value(error: Any) -> str:
     if checked is None or param is None:
         return ""
     first = checked()[0]
-    wanted = first["msg"].partition(",")[0].removeprefix("Input should ")
-    return f"{max(param.opts, key=len)} must {wanted}, got {first['input']}"
+    expected = first["msg"].partition(",")[0].removeprefix("Input should ")
+    return f"{max(param.opts, key=len)} must {expected}, got {first['input']}"
 
 
 def _unknown_option(error: Any, group: Any) -> str:

@@ -85,10 +85,10 @@ def _setting(word: str) -> str:
 
 def _pairs(given: list[str]) -> dict[str, str | list[str]]:
     """The values of each name, as names may be repeated."""
-    found: dict[str, list[str]] = {}
+    values_of: dict[str, list[str]] = {}
     for pair in given:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--set must be given KEY=VALUE, got {pair!r}")
-        found.setdefault(name, []).append(value)
-    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+        values_of.setdefault(name, []).append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in values_of.items()}

@@ -248,8 +248,8 @@ class Cache:
         device: torch.device | str = "cpu",
     ) -> Cache:
         """An empty cache: ``kept``, emptied, if size, dtype and device agree, else a new cache."""
-        wanted = size, dtype, torch.device(device)
-        if kept is None or (kept.size, kept.dtype, kept.device) != wanted:
+        facts = size, dtype, torch.device(device)
+        if kept is None or (kept.size, kept.dtype, kept.device) != facts:
             return cls(size, dtype, device)
         for array in (*kept.arrays, kept.lengths):  # masked slots must at least be finite
             array.zero_()

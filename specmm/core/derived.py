@@ -127,12 +127,12 @@ def _summed(rows: Tensor) -> Tensor:
 @torch.no_grad()
 def _rows(tensor: Tensor) -> tuple[Tensor, bool]:
     """The memory of ``tensor`` as rows of integers, and whether it had to be copied."""
-    found = tensor.detach()
-    if found.ndim == 2 and not found.is_contiguous() and found.t().is_contiguous():
-        found = found.t()  # stored by column
-    copied = not found.is_contiguous()
-    found = found.contiguous()
-    rows = found.flatten(1) if found.ndim > 1 else found.flatten()[None]
+    data = tensor.detach()
+    if data.ndim == 2 and not data.is_contiguous() and data.t().is_contiguous():
+        data = data.t()  # stored by column
+    copied = not data.is_contiguous()
+    data = data.contiguous()
+    rows = data.flatten(1) if data.ndim > 1 else data.flatten()[None]
     in_words = rows.shape[1] * rows.element_size() % WORD == 0 and rows.data_ptr() % WORD == 0
     return rows.view(torch.int64 if in_words else torch.uint8), copied
 

@@ -179,8 +179,8 @@ def categorical(probs: Tensor, uniform: Tensor) -> Tensor:
     By the inverse of the cumulative sum. An index of probability 0 is never returned.
     """
     cumulative = probs.cumsum(-1, dtype=torch.promote_types(probs.dtype, uniform.dtype))
-    wanted = (uniform * cumulative[..., -1]).unsqueeze(-1)
-    index = torch.searchsorted(cumulative, wanted, right=True).squeeze(-1)
+    threshold = (uniform * cumulative[..., -1]).unsqueeze(-1)
+    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
     return index.clamp_(max=probs.shape[-1] - 1)
 
 

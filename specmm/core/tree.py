@@ -240,8 +240,8 @@ def paths(tree: DraftTree | None, row: int) -> list[tuple[int, list[int]]]:
     """
     if tree is None:
         return [(-1, [])]
-    found: list[tuple[int, list[int]]] = []
+    result: list[tuple[int, list[int]]] = []
     nodes = zip(tree.tokens[row].tolist(), tree.shape.parents_of(row), strict=True)
     for token, parent in nodes:
-        found.append((parent, [*(found[parent][1] if parent >= 0 else []), token]))
-    return found
+        result.append((parent, [*(result[parent][1] if parent >= 0 else []), token]))
+    return result

@@ -120,12 +120,12 @@ def _read_pickle(file: Path) -> object:
 
 def no_tensors(source: str | Path, error: Exception) -> FileError | None:
     """The error for a ``source`` whose pickle asks torch to run code; None for other errors."""
-    wanted = re.search(r"GLOBAL (\S+)", str(error))
-    if wanted is None or not isinstance(error, pickle.UnpicklingError):
+    name = re.search(r"GLOBAL (\S+)", str(error))
+    if name is None or not isinstance(error, pickle.UnpicklingError):
         return None
     return FileError(
         source,
-        f"must hold tensors only, got a pickle that asks for {wanted[1]}, convert it to "
+        f"must hold tensors only, got a pickle that asks for {name[1]}, convert it to "
         "safetensors if you trust it",
     )
 
@@ -214,21 +214,21 @@ def load_strict(
     skipped if one of their dotted components is in ``ignore``. A module made without weights gets
     its parameters in ``dtype``.
     """
-    wanted = module.state_dict()
-    state = {k: v for k, v in state.items() if k in wanted or not set(k.split(".")) & set(ignore)}
+    named = module.state_dict()
+    state = {k: v for k, v in state.items() if k in named or not set(k.split(".")) & set(ignore)}
     shapes = [
         f"{k} {list(state[k].shape)} for {list(v.shape)}"
-        for k, v in wanted.items()
+        for k, v in named.items()
         if k in state and state[k].shape != v.shape
     ]
     expected = [
         f"{k} {state[k].dtype}"
-        for k, v in wanted.items()
+        for k, v in named.items()
         if k in state and v.is_floating_point() and not state[k].is_floating_point()
     ]
     problems = {
-        "missing": [k for k in wanted if k not in state],
-        "unexpected": [k for k in state if k not in wanted],
+        "missing": [k for k in named if k not in state],
+        "unexpected": [k for k in state if k not in named],
         "wrong-shaped": shapes,
         "of whole numbers": expected,
     }
@@ -300,7 +300,7 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, tensor in state.items():
-        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-        tensors[name] = tensor.detach().to("cpu", wanted).contiguous()
+        file_dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.detach().to("cpu", file_dtype).contiguous()
     save_readable(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

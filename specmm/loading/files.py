@@ -38,8 +38,8 @@ def place(name: str) -> Path:
     try:
         from upath import UPath
 
-        found = UPath(name, use_listings_cache=False)  # other processes write there, too
-        if not found.fs.unstrip_protocol(found.path).partition("://")[2].strip("/"):
+        path = UPath(name, use_listings_cache=False)  # other processes write there, too
+        if not path.fs.unstrip_protocol(path.path).partition("://")[2].strip("/"):
             raise ValueError("no bucket")
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, run: {install('storage')}") from error
@@ -47,7 +47,7 @@ def place(name: str) -> Path:
         raise ValueError(
             f"{name} must be a path, or an address such as s3://bucket/job, got: {error}"
         ) from error
-    return found
+    return path
 
 
 @contextmanager

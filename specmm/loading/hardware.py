@@ -160,8 +160,8 @@ class Place:
             raise ValueError(
                 f"give device or device_map, not both, got {str(device)!r} and {device_map!r}"
             )
-        wanted: torch.dtype | str | None = either("dtype", dtype, "torch_dtype", torch_dtype)
-        return Place(named_device(device), named_dtype(wanted))
+        named: torch.dtype | str | None = either("dtype", dtype, "torch_dtype", torch_dtype)
+        return Place(named_device(device), named_dtype(named))
 
     @property
     def where(self) -> torch.device:
@@ -327,8 +327,8 @@ class PackedLinear(nn.Linear):
         if not self._has_kernel():  # a weight was put in its place
             return None
         weight = self.weight.detach().contiguous()
-        made: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        return made
+        reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        return reordered
 
     def current(self, x: Tensor, gelu: bool) -> Tensor | None:
         """An up-to-date prepacked copy of the weight; None if ``x`` does not need it.
@@ -354,7 +354,7 @@ class PackedLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the packed copy, which cannot be copied or saved."""
-        return {key: found for key, found in self.__dict__.items() if key != "packed"}
+        return {key: value for key, value in self.__dict__.items() if key != "packed"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

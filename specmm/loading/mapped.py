@@ -144,10 +144,10 @@ def fill(module: nn.Module, state: Mapping[str, Tensor], dtype: torch.dtype | No
     filled = {}
     for name, current in module.state_dict().items():
         tensor = state[name]
-        wanted = dtype if dtype is not None and name in floating else current.dtype
-        key = (id(tensor), wanted)
+        target_dtype = dtype if dtype is not None and name in floating else current.dtype
+        key = (id(tensor), target_dtype)
         if key not in copies:
-            copies[key] = owned(tensor, wanted)
+            copies[key] = owned(tensor, target_dtype)
             give_back(tensor)
         filled[name] = copies[key]
     module.load_state_dict(filled, assign=True)

@@ -250,9 +250,9 @@ def prepare_compiler(device: torch.device) -> None:
         try:
             get_cpp_compiler()
         except RuntimeError as error:
-            wanted = os.environ.get("CXX", "g++")
+            compiler = os.environ.get("CXX", "g++")
             raise NotCompiled(
-                f"compiled programs need a C++ compiler, {wanted} is none: "
+                f"compiled programs need a C++ compiler, {compiler} is none: "
                 "install one, or run without"
             ) from error
     program_cache.use()

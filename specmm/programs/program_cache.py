@@ -30,9 +30,9 @@ said: list[str] = []  # why programs of this process are not kept
 
 def root() -> Path:
     """The folder for all machines' programs; raises ``RuntimeError`` if the user has no home."""
-    own = os.environ.get("SPECMM_PROGRAMS")
-    if own:
-        return Path(own).expanduser()
+    chosen = os.environ.get("SPECMM_PROGRAMS")
+    if chosen:
+        return Path(chosen).expanduser()
     cached = os.environ.get("XDG_CACHE_HOME")
     return (Path(cached) if cached else Path.home() / ".cache") / "specmm" / "programs"
 

@@ -145,10 +145,10 @@ def deer_loss(
     states = _forward(drafter, tokens, ids, drawn, present)  # [B, L + N, C]
     blocks = states[:, length:].unflatten(1, (anchors, masks))
     index = places.flatten(1)[..., None].to(device)
-    wanted = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
+    target_states = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
     counted = data.mask
     weights = weights.to(device) * counted.gather(1, index[..., 0]).view(places.shape)
-    losses = probs_loss(blocks, wanted.view_as(blocks), weights, target.head, loss=loss)
+    losses = probs_loss(blocks, target_states.view_as(blocks), weights, target.head, loss=loss)
     even = counted[:, None].float()
     first = probs_loss(states[:, None, :length], data.hidden[:, None], even, target.head, loss=loss)
     part = 1 / drafter.block

@@ -188,14 +188,14 @@ def block_loss(
     states = states[:, :, 1:]  # [B, A, K - 1, C]
     # The target's distribution of a token comes from its state one place before.
     places = drawn.after(size - 1).flatten(1)
-    wanted = data.hidden.gather(1, places[..., None].expand(-1, -1, data.hidden.shape[-1]))
+    target_states = data.hidden.gather(1, places[..., None].expand(-1, -1, data.hidden.shape[-1]))
     before = data.tokens.gather(1, places).view(states.shape[:3])
     if model.recurrent is not None:
         states = along(model.recurrent, states, target.embed(before))
     pairs = None if model.markov is None else model.pairs(before)
     counted = data.mask.gather(1, places).view(states.shape[:3])
     weights = fading(size - 1, fade).to(device) * counted
-    return probs_loss(states, wanted.view_as(states), weights, head, pairs, loss)
+    return probs_loss(states, target_states.view_as(states), weights, head, pairs, loss)
 
 
 def blocks_after(

@@ -98,11 +98,11 @@ def denoising_loss(model: FullAttention, rows: Tensor, seed: int) -> Tensor:
     """Cross-entropy (nats) of the hidden tokens of ``rows`` [B, L] by the rows that score them."""
     hidden, weights = (x.to(rows.device) for x in hide(len(rows), rows.shape[1], seed))
     states = model.states(rows.masked_fill(hidden, model.mask))
-    wanted = rows[:, model.shift :]
+    tokens = rows[:, model.shift :]
     weights = weights[:, model.shift :]
     scored = weights > 0
     logits = model.head(states[:, : rows.shape[1] - model.shift][scored]).float()
-    losses = F.cross_entropy(logits, wanted[scored], reduction="none")
+    losses = F.cross_entropy(logits, tokens[scored], reduction="none")
     return (losses * weights[scored]).sum() / weights.sum()
 
 

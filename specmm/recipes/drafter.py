@@ -323,10 +323,10 @@ def _learn(
         mirrored = torch.randint(2, (batch,), generator=generator)
         dropped = torch.rand(batch, generator=generator) < dropout
         chosen = (rows, mirrored, dropped, drawn(generator))
-        rows, mirrored, dropped, own = map(share, chosen)
+        rows, mirrored, dropped, extra = map(share, chosen)
         classes = labels[rows].masked_fill(dropped, target.config.num_classes)
         with torch.autocast("cpu", torch.bfloat16):
-            return loss(classes, tokens[rows, mirrored], own)
+            return loss(classes, tokens[rows, mirrored], extra)
 
     fit(head, step, run, weight_decay=0.01)
 
@@ -352,9 +352,9 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     """
     config = drafter.config
     begun = other.config
-    wanted = replace(begun, levels=max(begun.levels, config.levels), inner=config.inner)
+    extended = replace(begun, levels=max(begun.levels, config.levels), inner=config.inner)
     units = [one.inner or one.target.ffn_dim for one in (begun, config)]
-    if wanted != config or units[0] > units[1]:
+    if extended != config or units[0] > units[1]:
         raise ValueError(
             "start must be a drafter with the same layers and auxiliary layers, and no more "
             f"levels and units, got one with {begun.levels} levels, {begun.layers} layers of "
@@ -390,18 +390,18 @@ def block_loss(
     count = seen.hidden.shape[1]
     features = drafter.features(seen.embedded, seen.hidden)  # e_i holds hidden i and token i
     order = torch.arange(count)[None]
-    wanted = at[..., None] + 1 + torch.arange(levels)  # [B, A, K] tokens drafted
+    ahead = at[..., None] + 1 + torch.arange(levels)  # [B, A, K] tokens drafted
     anchor = features.gather(1, at[..., None].expand(-1, -1, features.shape[-1]))
     x = torch.cat([features, drafter.queries(anchor, levels)], dim=1)  # [B, T + A·K, C]
-    cells = torch.cat([order.expand(len(at), -1), wanted.flatten(1)], dim=1)
+    cells = torch.cat([order.expand(len(at), -1), ahead.flatten(1)], dim=1)
     latest = torch.cat([order.expand(len(at), -1), at.repeat_interleave(levels, dim=1)], dim=1)
     visible = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
     bias = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
-    bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
-    states = drafter(x, cells, bias, queries=wanted[0].numel())
-    previous = seen.tokens.gather(1, wanted.flatten(1) - 1)
+    bias = F.pad(bias, (0, ahead[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
+    states = drafter(x, cells, bias, queries=ahead[0].numel())
+    previous = seen.tokens.gather(1, ahead.flatten(1) - 1)
     drafted = output(drafter.read(states, previous)).float() / temperature  # [B, A·K, V]
-    places = wanted.flatten(1)[..., None].expand_as(drafted)
+    places = ahead.flatten(1)[..., None].expand_as(drafted)
     logits = seen.logits.gather(1, places).float() / temperature
     losses, overlap = compared(loss, logits, drafted)
     if overlap_weight:

@@ -256,8 +256,8 @@ def rollout_loss(
         states = rolled.advance(k, seen.embeddings, hidden, past)
         drafted.append(states[seen.mask])
         hidden = F.pad(states[:, :-1], (0, 0, 1, 0))
-    wanted = seen.hidden.roll(-1, 1)[seen.mask]
-    losses, overlaps = of_drafts(loss, output, rolled.logits, wanted, torch.stack(drafted, 1))
+    truth = seen.hidden.roll(-1, 1)[seen.mask]
+    losses, overlaps = of_drafts(loss, output, rolled.logits, truth, torch.stack(drafted, 1))
     weights = decay ** torch.arange(rollout, device=losses.device)
     overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}
     mean = (losses * weights).sum() / weights.sum()  # a product of matrices would be in bfloat16

@@ -232,11 +232,11 @@ class BlockReading(Reading):
             if source.next_logits is not None:
                 before = seen.tokens.gather(1, (anchors + k).clamp(max=length - 1))
                 place, memory = source.next_logits(place, before, memory)
-            found = place.new_zeros(len(place), length, place.shape[-1])
+            by_slot = place.new_zeros(len(place), length, place.shape[-1])
             slot = slots + k
             there = slot < length
             anchor_states = place[rows, slots - first[rows]]
-            yield found.index_put((rows[there], slot[there]), anchor_states[there])
+            yield by_slot.index_put((rows[there], slot[there]), anchor_states[there])
 
     def _layer(self, seen: Evidence, number: int) -> Tensor:
         last = number == len(seen.layers) - 1 and self.network.config.normed
@@ -281,8 +281,8 @@ class LayerReading(Reading):
             bias = rollout_bias(length, repeats).to(following)
             slots.aim(seen.place, places + 1, bias)
             states = slots.run(number, following, read)
-            found = layers.predicted(states)
-            yield target.head(self.norms[number](found) if self.norms else found).float()
+            predicted = layers.predicted(states)
+            yield target.head(self.norms[number](predicted) if self.norms else predicted).float()
             read = F.pad(states[:, :-1], (0, 0, 1, 0))
 
 
@@ -359,13 +359,13 @@ class Followed:
 def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
     """The chains of a drafter under ``reading``, from every token of the answers."""
     probs = seen.probs.roll(-1, 1)  # distributions of the token of a slot's first draft
-    wanted = likeliest(probs)
+    target_tokens = likeliest(probs)
     ids = reading.ids
     target_probs = probs if ids is None else probs[..., ids]
     tokens, overlaps = [], []
     for logits in reading.drafted(seen, depth):
         best = likeliest(logits)
-        tokens.append((best if ids is None else ids[best]) == wanted)
+        tokens.append((best if ids is None else ids[best]) == target_tokens)
         overlaps.append(torch.minimum(target_probs, logits.softmax(-1)).sum(-1))
     return Followed(seen, torch.stack(tokens), torch.stack(overlaps))
 
@@ -377,25 +377,25 @@ def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = 
     """
     vocabulary = DrafterVocabulary(seen.probs.shape[-1], reading.ids)
     ranks = min(RANKS, vocabulary.count)
-    given = seen.tokens.roll(-2, 1)  # the token that a slot's first draft is of
+    following_tokens = seen.tokens.roll(-2, 1)  # the token that a slot's first draft is of
     roots = seen.roots
     to_probs = drafting_probs(seen.target, vocabulary)
     probs = seen.probs.roll(-1, 1)[roots]  # [R, V]
     generator = torch.Generator(probs.device).manual_seed(0)
     matched = []
     for logits in reading.drafted(seen, depth):
-        at_roots, following = logits[roots], given[roots]
+        at_roots, following = logits[roots], following_tokens[roots]
         if seen.target.processor.greedy:
-            found = vocabulary.to_target(largest(at_roots, ranks)[1]) == following[:, None]
+            matches = vocabulary.to_target(largest(at_roots, ranks)[1]) == following[:, None]
         else:
             parts = [x.split(CACHED) for x in (probs, at_roots, following)]
             each = [
                 chances(p, vocabulary.spread(to_probs(x)), token, ranks, generator)
                 for p, x, token in zip(*parts, strict=True)
             ]
-            found = torch.cat(each)
+            matches = torch.cat(each)
         empty = probs.new_zeros(*roots.shape, ranks)
-        matched.append(empty.masked_scatter(roots[..., None], found.float()))
+        matched.append(empty.masked_scatter(roots[..., None], matches.float()))
     return traced(seen, torch.stack(matched), facts)
 
 

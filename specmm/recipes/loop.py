@@ -244,7 +244,7 @@ class _Loop:
         for group, rate in zip(self._groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.model.zero_grad(set_to_none=True)
-        found: Losses = {}
+        totals: Losses = {}
         stop = False
         for part in range(i * run.accumulate, (i + 1) * run.accumulate):
             losses = dict(self.step(part))
@@ -256,17 +256,17 @@ class _Loop:
                 weight, stop = count / total, stop or bool(stops)
             (losses["loss"] * (weight / run.accumulate)).backward()
             for name, value in losses.items():
-                own = value.detach() * (weight / run.accumulate)
-                found[name] = found[name] + own if name in found else own
+                contribution = value.detach() * (weight / run.accumulate)
+                totals[name] = totals[name] + contribution if name in totals else contribution
         if not self.alone:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad = self._summed(parameter.grad)
-            found = {name: self._summed(value) for name, value in found.items()}
+            totals = {name: self._summed(value) for name, value in totals.items()}
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         for optimizer in self.optimizers:
             optimizer.step()
-        return found, bool(received) if self.alone else stop  # all stop after the same step
+        return totals, bool(received) if self.alone else stop  # all stop after the same step
 
     def _summed(self, values: Tensor) -> Tensor:
         """``values``, added up over all processes."""

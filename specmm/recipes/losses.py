@@ -95,6 +95,6 @@ def of_drafts(
         losses, overlaps = find(wanted, states)
     else:
         parts = zip(wanted.split(rows), states.split(rows), strict=True)
-        found = [checkpoint(find, *part, use_reentrant=False) for part in parts]
-        losses, overlaps = (torch.cat(each) for each in zip(*found, strict=True))
+        results = [checkpoint(find, *part, use_reentrant=False) for part in parts]
+        losses, overlaps = (torch.cat(each) for each in zip(*results, strict=True))
     return losses.sum(0) / max(1, len(losses)), overlaps.sum(0) / max(1, len(losses))

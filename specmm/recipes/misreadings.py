@@ -141,14 +141,14 @@ def _of_blocks(reading: BlockReading, seen: Evidence) -> Tried:
     """Other block lengths, other masks within a block, and places that draft their own token
     instead of the next one, or the reverse.
     """
-    own = reading.reaches or (Reach(),) * len(reading.network.layers)
-    causal = any(reach.causal for reach in own)
+    reaches_read = reading.reaches or (Reach(),) * len(reading.network.layers)
+    causal = any(reach.causal for reach in reaches_read)
     for window, named, hint in _windows(seen):
-        reaches = (Reach(window - 1 if window else None, causal=causal),) * len(own)
-        if reaches != own:
+        reaches = (Reach(window - 1 if window else None, causal=causal),) * len(reaches_read)
+        if reaches != reaches_read:
             yield named, hint, {"reaches": reaches}
     named = "blocks that see all of themselves" if causal else "causal blocks"
-    other = tuple(replace(reach, causal=not causal) for reach in own)
+    other = tuple(replace(reach, causal=not causal) for reach in reaches_read)
     yield named, "places see others of their block", {"reaches": other}
     size = reading.size
     for length in sorted({*BLOCKS, size - 1, size + 1, 2 * size, size // 2} - {size}):

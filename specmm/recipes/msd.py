@@ -245,10 +245,10 @@ def msd_loss(
         drafted.append(states[slots.mask].float())
         before = F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden)
         hidden = torch.where(visual[..., None], before, hidden)
-    wanted = slots.hidden.roll(-1, 1)[slots.mask].float()  # [M, C]
+    target_states = slots.hidden.roll(-1, 1)[slots.mask].float()  # [M, C]
     states = torch.stack(drafted, 1)  # [M, passes, C]
-    losses, overlaps = of_drafts(loss, output, output, wanted, states)
-    regression = F.smooth_l1_loss(states, wanted[:, None].expand_as(states))
+    losses, overlaps = of_drafts(loss, output, output, target_states, states)
+    regression = F.smooth_l1_loss(states, target_states[:, None].expand_as(states))
     total = regression + probs_weight * losses.mean()
     overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}
     parts = {"smooth_l1": regression, loss: losses.mean(), **overlap}

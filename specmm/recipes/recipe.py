@@ -227,8 +227,8 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
 
 def _check_bounds(name: str, value: float, least: float, most: float = float("inf")) -> None:
     if not least <= value <= most:  # true for NaN, too
-        wanted = f"at least {least}" if most == float("inf") else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {wanted}, got {value}")
+        bounds = f"at least {least}" if most == float("inf") else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {bounds}, got {value}")
 
 
 def _read(value: Any, kind: Any) -> Any:

@@ -295,8 +295,8 @@ def sample_siblings_iid(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
         )
     normal = probs / probs.sum(-1, keepdim=True)
     cumulative = normal.cumsum(-1, dtype=torch.promote_types(probs.dtype, uniforms.dtype))
-    wanted = uniforms * cumulative[..., -1:]
-    tokens = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=probs.shape[-1] - 1)
+    thresholds = uniforms * cumulative[..., -1:]
+    tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp_(max=probs.shape[-1] - 1)
     return tokens, normal.unsqueeze(-2).expand(*uniforms.shape, probs.shape[-1])
 
 

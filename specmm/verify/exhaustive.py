@@ -122,8 +122,8 @@ def _led(tree: DraftTree, p: Tensor, lead: int) -> tuple[DraftTree, Tensor]:
     parents = [*range(-1, lead), *(lead + node for node in tree.shape.parents[0].tolist()[1:])]
     probs = None if tree.probs is None else torch.cat([sure, tree.probs[:, 1:]], dim=1)
     tokens = F.pad(tree.tokens, (lead, 0))
-    made = DraftTree(tokens, TreeShape.from_parents(parents), probs)
-    return made, torch.cat([sure[:, :lead], p], dim=1)
+    longer = DraftTree(tokens, TreeShape.from_parents(parents), probs)
+    return longer, torch.cat([sure[:, :lead], p], dim=1)
 
 
 def node_probs(drawn: Draws, target: Tables) -> Tensor:

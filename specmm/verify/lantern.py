@@ -253,18 +253,18 @@ def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> D
     """Keep x if it is the argmax once its mass is relaxed; the path is the longest kept one."""
     best = likeliest(p)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)
-    wanted = best.gather(1, parents)
+    chosen = best.gather(1, parents)
     row = torch.arange(len(p), device=p.device)[:, None]
     before = p[row, parents]  # [B, N, V]: what each node's parent predicts
     token_prob = take(before, tree.tokens)
     relaxed = token_prob + near.borrowed(before, tree.tokens, token_prob)[0]
-    top = take(before, wanted)
-    wins = (tree.tokens == wanted) | (relaxed > top) | ((relaxed == top) & (tree.tokens < wanted))
+    top = take(before, chosen)
+    wins = (tree.tokens == chosen) | (relaxed > top) | ((relaxed == top) & (tree.tokens < chosen))
     wins[:, 0] = True
     accepted = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
     if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
-        wrong = (accepted & (tree.tokens != wanted)).to(p.dtype)
+        wrong = (accepted & (tree.tokens != chosen)).to(p.dtype)
         excess = torch.zeros_like(token_prob).scatter_reduce(
             1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
         )

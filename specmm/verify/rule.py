@@ -337,13 +337,13 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
     if not inspect.isclass(kind.rule):
         if values or options or given:
             raise ValueError(f"rule {name} is an object and takes no options, got {spec}")
-        found: Rule = kind.rule
-        if not maker_of(found) and getattr(found, "greedy", False):
+        rule_object: Rule = kind.rule
+        if not maker_of(rule_object) and getattr(rule_object, "greedy", False):
             raise ValueError(
                 f"rule {name} is that of greedy decoding, which takes it by itself, got it for "
                 "drawn tokens; leave it out"
             )
-        return found
+        return rule_object
     rule: Any = kind.rule
     hidden = {"name", "exact", *given, *kind.preset}
     parameters = inspect.signature(rule).parameters

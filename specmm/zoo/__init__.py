@@ -111,10 +111,10 @@ def files_of(
                 f"{told(part.size)}: {part.address}; then run: specmm convert {part.file} FOLDER "
                 f"--like {entry.name}"
             )
-    wanted = [
+    requests = [
         Wanted(part.repository, (part.file,), part.revision, part.size) for part in parts.values()
     ]
-    files = dict(zip(parts, fetch(entry.name, wanted, source), strict=True))
+    files = dict(zip(parts, fetch(entry.name, requests, source), strict=True))
     for place, part in parts.items():
         check_release(files[place], part.file, "" if source.revision else part.sha256)
     return {place: folder / parts[place].file for place, folder in files.items()}

@@ -85,10 +85,10 @@ def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]
     Raises ``ValueError`` for a repository or file that the hub does not have, an unreachable hub,
     more than ``LARGE`` bytes without the user's consent, and files that arrived damaged.
     """
-    found = [_look(name, wanted, source) for wanted in everything]
-    _check_cached(name, found, source)
-    _check_agreed(name, [file for one in found for file in one.missing], source)
-    return [one.folder or _take(name, one, source) for one in found]
+    lookups = [_look(name, wanted, source) for wanted in everything]
+    _check_cached(name, lookups, source)
+    _check_agreed(name, [file for one in lookups for file in one.missing], source)
+    return [one.folder or _take(name, one, source) for one in lookups]
 
 
 def _look(name: str, wanted: Wanted, source: Source) -> Found:

@@ -41,10 +41,10 @@ def digest_of_models(names: Iterable[str]) -> str:
 
 def _folders(name: str) -> Iterator[Path]:
     """The folder of the model called ``name``, if it is known."""
-    found = zoo.pocket_models().get(name, Path(name))
-    known = found if found.is_dir() else zoo.LOCATED.get((name, zoo.USUAL))
-    if known is not None:
-        yield known
+    folder = zoo.pocket_models().get(name, Path(name))
+    located = folder if folder.is_dir() else zoo.LOCATED.get((name, zoo.USUAL))
+    if located is not None:
+        yield located
 
 
 def digest(file: Path) -> str:

@@ -178,9 +178,9 @@ class EagleDrafter:
         sampled: bool = True,
         siblings: Siblings = "distinct",
     ) -> None:
-        wanted = EagleConfig(target.model.config).sizes()
-        if head.config.sizes() != wanted:
-            raise ValueError(f"head must be made for {wanted}, got one for {head.config.sizes()}")
+        sizes = EagleConfig(target.model.config).sizes()
+        if head.config.sizes() != sizes:
+            raise ValueError(f"head must be made for {sizes}, got one for {head.config.sizes()}")
         self.head = head.eval()
         self.target = target
         vocabulary = DrafterVocabulary(target.vocabulary)

@@ -123,9 +123,9 @@ def precision_recall(
     """Precision (how many pictures look real) and recall (how much of what is real they cover)."""
     from specmm.metrics import intervals, neighbours
 
-    made, real = reader.both(source, reference)
+    generated, real = reader.both(source, reference)
     bootstrap = intervals.Bootstrap(generator(seed))
-    return neighbours.precision_recall(real, made, k=k, bootstrap=bootstrap)
+    return neighbours.precision_recall(real, generated, k=k, bootstrap=bootstrap)
 
 
 @measured("clip")
@@ -171,12 +171,12 @@ def reconstruction(
         raise ValueError(
             "--skip-bad must be off, because pictures are compared in pairs; leave it out"
         )
-    made = reader.pictures(source)
-    given = reader.pictures(originals)
+    reconstructed = reader.pictures(source)
+    original = reader.pictures(originals)
     from specmm.metrics.paired import reconstruction as measure
 
     network = reader.extractor if rfid else None
-    return measure(given, made, extractor=network, batch=reader.batch)
+    return measure(original, reconstructed, extractor=network, batch=reader.batch)
 
 
 def _frechet(reader: SourceReader, source: str, reference: str, seed: int | None) -> "Measurement":
@@ -186,10 +186,10 @@ def _frechet(reader: SourceReader, source: str, reference: str, seed: int | None
 
     if seed is None:
         return frechet_distance(*reader.both_statistics(source, reference))
-    known = reader.gaussian(reference)
-    made = reader.features(source)
-    interval = frechet_interval(made, known, generator(seed))
-    return replace(frechet_distance(made, known), interval=interval)
+    reference_moments = reader.gaussian(reference)
+    generated = reader.features(source)
+    interval = frechet_interval(generated, reference_moments, generator(seed))
+    return replace(frechet_distance(generated, reference_moments), interval=interval)
 
 
 @reading("inception")

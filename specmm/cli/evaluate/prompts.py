@@ -41,14 +41,14 @@ def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
         place = _place(file.parent / row["file"]), row.get("member", "")
         if prompts.setdefault(place, row["prompt"]) != row["prompt"]:
             raise ValueError(f"{where}: {row['file']} has two prompts; keep one")
-    wanted = [(_place(picture.path), picture.member) for picture in pictures]
+    keys = [(_place(picture.path), picture.member) for picture in pictures]
     lacking = [
-        picture for picture, place in zip(pictures, wanted, strict=True) if place not in prompts
+        picture for picture, place in zip(pictures, keys, strict=True) if place not in prompts
     ]
     if lacking or not pictures:
         first = f"{lacking[0]} of {len(lacking)} without" if lacking else "no files of pictures"
         raise ValueError(f"{file} must name every picture with its prompt, got {first}; add them")
-    return [prompts[place] for place in wanted]
+    return [prompts[place] for place in keys]
 
 
 def _place(path: Path) -> Path:

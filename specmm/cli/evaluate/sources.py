@@ -130,10 +130,10 @@ class SourceReader:
 
         if source not in self.opened:
             check_whole(Path(source))
-            found = open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
-            self.opened[source] = found
-            if found.left_out:
-                say(f"{source}: {counted(found.counts())}")
+            pictures = open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
+            self.opened[source] = pictures
+            if pictures.left_out:
+                say(f"{source}: {counted(pictures.counts())}")
         return self.opened[source]
 
     def noted(self, result: Noted) -> Noted:
@@ -184,8 +184,8 @@ def holds_features(source: str) -> bool:
         return False
     with (
         whole(source, "numpy file"),
-        zipfile.ZipFile(source) as found,
-        found.open(found.namelist()[0]) as array,
+        zipfile.ZipFile(source) as archive,
+        archive.open(archive.namelist()[0]) as array,
     ):
         try:
             shape, _, dtype = array_header(array)
@@ -210,8 +210,8 @@ def npz_names(source: str) -> set[str]:
         return set()
     from specmm.metrics.inputs import whole
 
-    with whole(source, "numpy file"), zipfile.ZipFile(source) as found:
-        return {n.removesuffix(".npy") for n in found.namelist()}
+    with whole(source, "numpy file"), zipfile.ZipFile(source) as archive:
+        return {n.removesuffix(".npy") for n in archive.namelist()}
 
 
 def name_of(source: str) -> str:

@@ -107,8 +107,8 @@ def custom_generate(
     resolved: Method = methods.make(methods.GENERATE, method or _method_for(drafter))
     records: dict[Any, Record] = {}
     kind = _method_for(drafter) if resolved.name == methods.Auto.name else ""
-    own = resolved.drafter if isinstance(resolved, methods.Draft) else resolved.name
-    drafter_of = _drafters(drafter, kind or own)
+    default = resolved.drafter if isinstance(resolved, methods.Draft) else resolved.name
+    drafter_of = _drafters(drafter, kind or default)
     ends = _stop_criteria(stop, tokenizer)
 
     @in_its_turn(lambda model: model)
@@ -319,10 +319,10 @@ def _check(
             f"prefill_chunk_size must be off for prompts with {', '.join(images)}, which are read "
             f"whole, got {config.prefill_chunk_size}; leave it out"
         )
-    wanted = [name for name in NOT_OUTPUTS if getattr(config, name)]
-    if wanted and config.return_dict_in_generate:  # without a dictionary they are not returned
+    outputs = [name for name in NOT_OUTPUTS if getattr(config, name)]
+    if outputs and config.return_dict_in_generate:  # without a dictionary they are not returned
         raise ValueError(
-            f"{wanted[0]} must be off, got {getattr(config, wanted[0])}: rounds score trees, so "
+            f"{outputs[0]} must be off, got {getattr(config, outputs[0])}: rounds score trees, so "
             "there is not one forward a token to return; leave it out, or score the sequences with "
             "one forward of the model"
         )

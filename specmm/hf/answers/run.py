@@ -235,13 +235,13 @@ class Run:
             if counts == counted:
                 continue  # the last progress, which only adds the counts of the run
             gained = _gained(progress) if apart else [(0, 0)] * len(rows)
-            found = []
+            round_texts = []
             for row, ids in enumerate(rows):
                 pieces = self._pieces(ids, ended[row], texts[row], *gained[row])
-                found.append(RoundText(pieces, counts[row] - counted[row]))
-                texts[row] += found[-1].text
+                round_texts.append(RoundText(pieces, counts[row] - counted[row]))
+                texts[row] += round_texts[-1].text
             counted = counts
-            yield found
+            yield round_texts
 
     def _pieces(
         self, ids: Tensor, ended: bool, shown: str, taken: int, drafted: int

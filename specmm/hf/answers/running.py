@@ -132,10 +132,10 @@ class Pipeline:
         """
         method, drafter = with_own(cls.registry, method, drafter)
         resolved = methods.make(cls.registry, method or cls.default_method(drafter))
-        wanted = Place.named(device, dtype, torch_dtype, device_map)
+        requested = Place.named(device, dtype, torch_dtype, device_map)
         base, adapter = base_of(name)
         folder = cls._found(base, Source(None, revision, cache_dir, download))
-        placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
+        placing = Placing.of(folder, requested, device_map, quantization_config, variant)
         model, reader = cls.placed(folder, placing)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
@@ -176,8 +176,8 @@ class Pipeline:
 
         A dtype does not change complex numbers.
         """
-        wanted = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype = wanted[0] or self.model.device, wanted[1] or self.model.dtype
+        parsed = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = parsed[0] or self.model.device, parsed[1] or self.model.dtype
         if is_quantised(self.model):
             self.model.to(*args, **kwargs)
         else:

@@ -149,9 +149,9 @@ def clustered(clusters: Any, states: Tensor, weight: Tensor) -> Tensor:
     likeliest = clusters.centroids(states).topk(count).indices  # [B, N, count]
     members = clusters.token_ordering.long().view(clusters.num_centroids, -1)
     tokens = members[likeliest].flatten(2)  # [B, N, n]
-    found = (weight[tokens] @ states[..., None])[..., 0].float()
-    logits = found.new_full((*states.shape[:2], len(weight)), float("-inf"))
-    return logits.scatter_(-1, tokens, found)
+    scores = (weight[tokens] @ states[..., None])[..., 0].float()
+    logits = scores.new_full((*states.shape[:2], len(weight)), float("-inf"))
+    return logits.scatter_(-1, tokens, scores)
 
 
 def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
@@ -171,10 +171,10 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
         ("width", model.config.backbone_hidden_size, int(family.config.hidden_size)),
         ("vocabulary", text.vocab_size, family.vocabulary),
     )
-    for what, found, wanted in pairs:
-        if found != wanted:
+    for what, ours, theirs in pairs:
+        if ours != theirs:
             raise ValueError(
-                f"drafter must be for the target's {what} {wanted}, got {found}; use the assistant "
+                f"drafter must be for the target's {what} {theirs}, got {ours}; use the assistant "
                 "made for it"
             )
     kinds = getattr(family.config, "layer_types", None) or ()

@@ -231,14 +231,14 @@ FORMATS: tuple[DrafterFormat, ...] = (
 
 def recognised(folder: ModelFolder) -> DrafterFormat:
     """The layout of ``folder``; raises ``ValueError`` if it is unknown."""
-    found = next((one for one in FORMATS if one.matches(folder)), None)
-    if found is None:
+    match = next((one for one in FORMATS if one.matches(folder)), None)
+    if match is None:
         kind = folder.facts.get("model_type") or folder.facts.get("architectures")
         raise ValueError(
             f"{folder.path} must hold a drafter or a model of a known layout, got a config.json of "
             f"{kind!r}; specmm methods lists what drafts"
         )
-    return found
+    return match
 
 
 def mtp_layers(folder: ModelFolder) -> int:

@@ -175,10 +175,11 @@ def drafting_probs(target: VLMTarget, vocabulary: DrafterVocabulary) -> Processo
     Repetition penalties and other kinds of processors apply to the target only. The drafter may
     have fewer tokens than the target's top k.
     """
-    own = target.processor
-    if not isinstance(own, Processor) or own.greedy:
+    processor = target.processor
+    if not isinstance(processor, Processor) or processor.greedy:
         return Processor()
-    return Processor(own.temperature, min(own.top_k, vocabulary.count), own.top_p, own.top_p_first)
+    top_k = min(processor.top_k, vocabulary.count)
+    return Processor(processor.temperature, top_k, processor.top_p, processor.top_p_first)
 
 
 def translated(

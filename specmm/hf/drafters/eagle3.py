@@ -123,16 +123,16 @@ def check_target(head: Eagle3Head, target: VLMTarget) -> tuple[int, ...]:
     family = target.family
     width = int(family.config.hidden_size)
     table = embeddings_of(target.model)
-    wanted = {
+    pairs = {
         "dtype": (head.fc.weight.dtype, target.dtype),
         "width": (config.state_width, width),
         "vocabulary": (int(sizes.vocab_size), family.vocabulary),
     }
     if not config.own_embeddings:
-        wanted["embeddings' width"] = (int(sizes.hidden_size), int(table.shape[1]))
+        pairs["embeddings' width"] = (int(sizes.hidden_size), int(table.shape[1]))
     if not config.own_head:
-        wanted["head's width"] = (int(sizes.hidden_size), width)
-    for what, (got, need) in wanted.items():
+        pairs["head's width"] = (int(sizes.hidden_size), width)
+    for what, (got, need) in pairs.items():
         if got != need:
             raise ValueError(
                 f"drafter must have the target's {what} {need}, got {got}; use one trained for it"
@@ -142,10 +142,10 @@ def check_target(head: Eagle3Head, target: VLMTarget) -> tuple[int, ...]:
 
 def _usual_layers(count: int) -> tuple[int, ...]:
     """The layers of a target of ``count`` layers that a head reads if its config names none."""
-    found = layers_read(count)
-    if len(found) != READ:
+    layers = layers_read(count)
+    if len(layers) != READ:
         raise ValueError(
             "drafter must say which layers it reads of a target of fewer than 7 layers, got a "
             f"target of {count} and no eagle_aux_hidden_state_layer_ids in its config.json"
         )
-    return found
+    return layers

@@ -144,9 +144,9 @@ def read_config(facts: Facts, state: State, source: object = "config.json") -> E
             f"{facts.get('architectures')} and no draft_vocab_size; use the method it is for"
         )
     nested = facts.get("transformer_layer_config")
-    own = nested if isinstance(nested, Mapping) else facts
-    sizes = _sizes(own, any(".q_norm." in name for name in state), source)
-    rope = _rope(own)
+    layer_facts = nested if isinstance(nested, Mapping) else facts
+    sizes = _sizes(layer_facts, any(".q_norm." in name for name in state), source)
+    rope = _rope(layer_facts)
     sections = tuple(rope.get("mrope_section") or ())
     fields = {ours: kind(facts.get(theirs) or 0) for ours, theirs, kind in FIELDS}
     fields["norm_before_fc"] |= "input_norm.weight" in state

@@ -63,8 +63,8 @@ def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
     begin = 0
     for name in _order(given):
         size = given[name].numel()
-        own = torch.arange(begin, begin + size, dtype=torch.float64)
-        numbers[name] = own.view(given[name].shape)
+        counted = torch.arange(begin, begin + size, dtype=torch.float64)
+        numbers[name] = counted.view(given[name].shape)
         begin += size
     with TemporaryDirectory() as folder:
         there = Path(folder)
@@ -72,9 +72,9 @@ def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
         shutil.copyfile(place / "config.json", there / "config.json")
         main = named_layers(target, there)
         main.config.dtype = torch.float64
-        found = own_weights(MtpModel.from_pretrained(main))
+        weights = own_weights(MtpModel.from_pretrained(main))
     # weights that do not come from the checkpoint have fractions or repeated numbers
-    return {k: x for k, x in found.items() if len(x.unique()) == x.numel() and not (x % 1).any()}
+    return {k: x for k, x in weights.items() if len(x.unique()) == x.numel() and not (x % 1).any()}
 
 
 def _order(given: State) -> list[str]:

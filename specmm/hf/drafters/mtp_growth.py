@@ -108,9 +108,9 @@ class LayerGrowth(Growth):
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
         before = at_nodes(self.states, self.origin)
         bias = self.mask[:, :, : before.shape[1]]
-        found = head.read(self.tokens, before, self.places, bias, depth)
-        self._note(found, depth)
-        return found[:, -count:]
+        outputs = head.read(self.tokens, before, self.places, bias, depth)
+        self._note(outputs, depth)
+        return outputs[:, -count:]
 
     def _positions(self, depth: int, count: int) -> Tensor:
         """As in :class:`specmm.core.growth.Growth`, but committed tokens do not have slots yet."""
@@ -119,6 +119,6 @@ class LayerGrowth(Growth):
     def _note(self, states: Tensor, number: int) -> Tensor:
         """Store layer ``number``'s ``states`` [B, N, C]; return the state after the last token."""
         self.states = torch.cat([self.last[:, number, None], states], 1)
-        found = at_nodes(self.states, self.kept[:, None])[:, 0]
-        self.last[:, number] = found
-        return found
+        last = at_nodes(self.states, self.kept[:, None])[:, 0]
+        self.last[:, number] = last
+        return last

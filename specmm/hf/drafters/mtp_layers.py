@@ -133,7 +133,7 @@ class LayerSlots:
         layer = self.model.layers[number]
         states = states[..., -embeddings.shape[-1] :]
         text = self.positions if self.positions.ndim == 2 else self.positions[0]
-        found: Tensor = layer(
+        output: Tensor = layer(
             embeddings,
             states,
             position_embeddings=self._rotary(number, embeddings),
@@ -142,8 +142,8 @@ class LayerSlots:
             **{self.cache_name: self.past},
         )
         if self.model.use_shared_post_norm:
-            found = self.model.shared_post_norm(found)
-        return found if self.chained else torch.cat([found, states], -1)
+            output = self.model.shared_post_norm(output)
+        return output if self.chained else torch.cat([output, states], -1)
 
     def _rotary(self, number: int, like: Tensor) -> Any:
         """Position embeddings of a layer; layers of one kind share them."""

@@ -52,13 +52,13 @@ def uncast(model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """
     stored = model.state_dict().keys()
     weights = next((weight.dtype for weight in model.parameters()), dtype)
-    found = {}
+    buffers = {}
     for name, buffer in model.named_buffers():
         keeps_dtype = buffer.dtype != weights or name.endswith(FREQUENCIES)
         wider = buffer.is_floating_point() and buffer.dtype.itemsize > dtype.itemsize
         if buffer.is_complex() or (name not in stored and keeps_dtype and wider):
-            found[name] = buffer
-    return found
+            buffers[name] = buffer
+    return buffers
 
 
 def is_quantised(model: Any) -> bool:
@@ -127,13 +127,13 @@ class Placing:
         """Whether ``model``, loaded in :attr:`dtype`, computed a buffer with less precision than
         the wanted dtype has, such as the scale of its embeddings.
         """
-        wanted = self.place.dtype
-        if wanted is None or self.dtype == wanted:
+        kind = self.place.dtype
+        if kind is None or self.dtype == kind:
             return False
         stored = model.state_dict().keys()
         computed = [buffer for name, buffer in model.named_buffers() if name not in stored]
         floats = [buffer.dtype for buffer in computed if buffer.is_floating_point()]
-        return any(dtype != wanted and dtype.itemsize <= wanted.itemsize for dtype in floats)
+        return any(dtype != kind and dtype.itemsize <= kind.itemsize for dtype in floats)
 
     @property
     def _files(self) -> list[Path]:
@@ -151,8 +151,8 @@ class Placing:
             return model
         device = self.place.where
         size = sum(p.numel() for p in model.parameters())
-        wanted = self.place.dtype or choose_dtype(size, device=device)
-        return moved(model, device, wanted, self._files)
+        kind = self.place.dtype or choose_dtype(size, device=device)
+        return moved(model, device, kind, self._files)
 
 
 def _check_one_device(model: Any) -> None:

@@ -238,8 +238,8 @@ def _codeless(folder: Path) -> Iterator[Path | None]:
     if not files:
         yield None
         return
-    with TemporaryDirectory(prefix="specmm-") as made:
-        view = Path(made)
+    with TemporaryDirectory(prefix="specmm-") as temporary:
+        view = Path(temporary)
         for file in folder.iterdir():
             if file in files:
                 facts = _known_classes(_stripped(read_json(file)), folder, file.name == TOKENIZER)
@@ -372,19 +372,19 @@ def unpacked(folder: Path, cache: Path | None = None) -> Path:
     Raises ``ValueError`` naming a package that must be installed.
     """
     facts = read_json(folder / zoo.PACKAGE)
-    found = (cache or CACHE.expanduser()) / str(facts["file"])
-    if (found / "config.json").is_file():
-        return found
+    unpacked_folder = (cache or CACHE.expanduser()) / str(facts["file"])
+    if (unpacked_folder / "config.json").is_file():
+        return unpacked_folder
     missing = missing_packages(folder)
     spec = None if missing else importlib.util.find_spec(facts["package"])
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"this model needs {', '.join(missing)}, run: {facts['install']}")
-    found.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{found}.lock"):
-        if not (found / "config.json").is_file():
+    unpacked_folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{unpacked_folder}.lock"):
+        if not (unpacked_folder / "config.json").is_file():
             with unpacking(folder.name):
-                _unpack(Path(spec.submodule_search_locations[0]), facts, found)
-    return found
+                _unpack(Path(spec.submodule_search_locations[0]), facts, unpacked_folder)
+    return unpacked_folder
 
 
 def _unpack(source: Path, facts: dict[str, Any], into: Path) -> None:

@@ -529,9 +529,9 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
         handle.remove()
     if len(runs) != 1:
         raise ValueError(f"its head must run once a forward, got {len(runs)} runs")
-    found = facts(model)
-    found[AFTER_HEAD] = _fitted(known, logits[0, -len(KNOWN) :])
-    found[LAYER_SIZES] = stored_sizes(cache)
+    model_facts = facts(model)
+    model_facts[AFTER_HEAD] = _fitted(known, logits[0, -len(KNOWN) :])
+    model_facts[LAYER_SIZES] = stored_sizes(cache)
     return logits[:, : -len(KNOWN)]
 
 
@@ -647,8 +647,8 @@ def _fitted(known: Tensor, computed: Tensor) -> AfterHead:
     cap = large if abs(large) < abs(small) / SMALL * LARGE / 2 else None
     scale = (small if cap is None else cap * float(torch.atanh(values[0] / cap))) / SMALL
     fitted = AfterHead(1.0 if abs(scale - 1) <= rounding else scale, cap, hidden)
-    wanted = fitted(known).to(computed.dtype)[:, None].expand_as(computed)
-    if not torch.allclose(computed, wanted, rtol=rounding, atol=rounding):
+    expected = fitted(known).to(computed.dtype)[:, None].expand_as(computed)
+    if not torch.allclose(computed, expected, rtol=rounding, atol=rounding):
         raise ValueError(
             "its logits change after the head in other ways than by a factor, a cap and hidden "
             "tokens"

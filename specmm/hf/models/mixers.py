@@ -118,9 +118,9 @@ class StateLayer(LinearAttentionLayer):
     def state(self, slot: Slot) -> Tensor:
         """The state at ``slot``."""
         states = self.conv_states if slot.kind == "conv" else self.recurrent_states
-        found = states[slot.place]
-        assert found is not None, "the prefill leaves a state"
-        return found
+        state = states[slot.place]
+        assert state is not None, "the prefill leaves a state"
+        return state
 
     def put(self, slot: Slot, state: Tensor) -> None:
         """Put ``state`` at ``slot``."""

@@ -121,7 +121,7 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     otherwise = _prepares_otherwise(model)
     compute_plain = _own_steps if chains or otherwise else _own
     try:
-        wanted = compute_plain(model, tokens, _paths(trees))
+        expected = compute_plain(model, tokens, _paths(trees))
     except Exception as error:
         return f"its own forward cannot read text alone ({_told(error)})"
     rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
@@ -130,7 +130,7 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     def found(way: Way) -> Tensor:
         return _ours(target(way), prompt, drafts.to(model.device), trees)[:, 1:]
 
-    answer = _agreeing(family, found, wanted)
+    answer = _agreeing(family, found, expected)
     if isinstance(answer, str) and otherwise:
         return "its generate adds to the prompt's tokens, as PEFT does with virtual ones"
     return answer
@@ -140,12 +140,12 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
     """Test a ``prompt`` with pictures: a sibling tree, or chains, against its own generate."""
     family = Family.of(model)
     try:
-        tokens, wanted = _generated(model, prompt)  # [B, T], [B, T, V]
+        tokens, expected = _generated(model, prompt)  # [B, T], [B, T, V]
     except Exception as error:  # says nothing of other prompts
         raise ValueError(f"the model itself cannot read this prompt: {_told(error)}") from error
-    if bool(wanted.isnan().any()):
+    if bool(expected.isnan().any()):
         raise ValueError("the model's own logits after this prompt must be finite, got NaN")
-    other = (tokens[:, :1] + 1) % wanted.shape[-1]  # a sibling that is not chosen
+    other = (tokens[:, :1] + 1) % expected.shape[-1]  # a sibling that is not chosen
     drafts = torch.cat([tokens[:, :1], other, tokens[:, 1:2]], dim=1)
     ours = VLMPrompt(prompt.inputs, OWN + 1)
     trees = LATER if family.chains_only else SIBLING
@@ -153,7 +153,7 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
     def found(way: Way) -> Tensor:
         return _ours(target(way), ours, drafts, trees)[:, [0, 1, 3]]
 
-    return _agreeing(family, found, wanted)
+    return _agreeing(family, found, expected)
 
 
 def _prepares_otherwise(model: PreTrainedModel) -> bool:
@@ -171,8 +171,8 @@ def _noise(model: PreTrainedModel) -> float:
     def find() -> float:
         tokens = plain_tokens(model.config, PROMPTS[0] + len(TREE[0][0]))
         try:
-            found = (steps(model, tokens, _paths(TREE)) for steps in (_own, _own_steps))
-            return _distance(*found)
+            log_probs = (steps(model, tokens, _paths(TREE)) for steps in (_own, _own_steps))
+            return _distance(*log_probs)
         except Exception as error:  # the model reads no text alone
             _told(error)
             return 0.0
@@ -180,20 +180,20 @@ def _noise(model: PreTrainedModel) -> float:
     return fact(model, "noise", find)
 
 
-def _agreeing(family: Family, compute: Callable[[Way], Tensor], wanted: Tensor) -> Answer:
-    """The first of the ``family``'s ways whose log-probabilities equal ``wanted``; else the nearest
-    way, if it is within the model's own noise; else the reason why no way agrees.
+def _agreeing(family: Family, compute: Callable[[Way], Tensor], expected: Tensor) -> Answer:
+    """The first of the ``family``'s ways whose log-probabilities are as ``expected``; else the
+    nearest way, if it is within the model's own noise; else the reason why no way agrees.
     """
     ways = family.ways
     if not _embeds_alike(family):
         ways = tuple(way for way in ways if way.whole)
-    if bool(wanted.isnan().any()):
+    if bool(expected.isnan().any()):
         return ways[0]
     close = CLOSE.get(family.model.dtype, STATES if family.chains_only else ROUNDED)
     faults: list[tuple[float, str, Way]] = []
     for way in ways:
         try:
-            off = _distance(compute(way), wanted)
+            off = _distance(compute(way), expected)
         except Exception as error:
             fault = f"its forward fails with a cache that holds draft trees ({_told(error)})"
             faults.append((float("inf"), fault, way))
@@ -245,11 +245,11 @@ def _embeds_alike(family: Family) -> bool:
         handle.remove()
 
 
-def _distance(computed: Tensor, wanted: Tensor) -> float:
+def _distance(computed: Tensor, expected: Tensor) -> float:
     """The largest difference of log-probabilities, as a share of their range."""
-    wanted = wanted.clamp(min=LEAST)
-    spread = (wanted.amax() - wanted.amin()).clamp(min=1e-6)
-    return float((computed.clamp(min=LEAST) - wanted).abs().amax() / spread)
+    expected = expected.clamp(min=LEAST)
+    spread = (expected.amax() - expected.amin()).clamp(min=1e-6)
+    return float((computed.clamp(min=LEAST) - expected).abs().amax() / spread)
 
 
 def _told(error: Exception) -> str:

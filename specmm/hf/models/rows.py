@@ -72,11 +72,11 @@ class RowProcessors:
             return groups[0][0].probs(logits, history, tree)
         kind = torch.promote_types(logits.dtype, torch.float32)
         probs = torch.empty_like(logits, dtype=kind)
-        for own, rows in groups:
+        for processor, rows in groups:
             some = torch.tensor(rows, device=logits.device)
             part = None if tree is None else _part(tree, some)
             try:
-                probs[some] = own.probs(logits[some], history.rows(some), part)
+                probs[some] = processor.probs(logits[some], history.rows(some), part)
             except Exception as error:
                 if out_of_memory(error):
                     raise

@@ -193,14 +193,14 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
         scores |= dict(top_k=plain.top_k or None, top_p=plain.top_p)
     if plain.repetition_penalty != 1:
         scores["repetition_penalty"] = plain.repetition_penalty
-    own = model.generation_config
+    checkpoint = model.generation_config
     config = GenerationConfig(
         num_beams=1,
         num_return_sequences=1,
         max_length=ids.shape[1] + options.max_new_tokens,
-        eos_token_id=own.eos_token_id,
-        pad_token_id=own.pad_token_id,
-        bos_token_id=own.bos_token_id,
+        eos_token_id=checkpoint.eos_token_id,
+        pad_token_id=checkpoint.pad_token_id,
+        bos_token_id=checkpoint.bos_token_id,
     )
     config.update(**scores)
     model._prepare_special_tokens(config, True, device=model.device)
@@ -248,8 +248,8 @@ def _by_length(
 ) -> Iterator[list[Place]]:
     """Rows and nodes by the length of their sequences, the shortest first."""
     by_length: dict[int, list[Place]] = {}
-    for row, found in enumerate(nodes):
-        for node, (_, path) in enumerate(found):
+    for row, row_nodes in enumerate(nodes):
+        for node, (_, path) in enumerate(row_nodes):
             by_length.setdefault(len(answers[row]) + len(path), []).append((row, node))
     for length in sorted(by_length):
         yield by_length[length]
@@ -261,8 +261,8 @@ def _in_rows(places: list[Place]) -> Iterator[list[Place]]:
     for row, node in places:
         waiting.setdefault(row, []).append(node)
     while waiting:
-        yield [(row, found.pop()) for row, found in waiting.items()]
-        waiting = {row: found for row, found in waiting.items() if found}
+        yield [(row, row_nodes.pop()) for row, row_nodes in waiting.items()]
+        waiting = {row: row_nodes for row, row_nodes in waiting.items() if row_nodes}
 
 
 class Criteria:

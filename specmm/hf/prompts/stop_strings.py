@@ -94,7 +94,7 @@ class StopStrings:
     def sure(self, ids: Ids) -> str:
         """The part of an unfinished row's text that cannot change or be part of a stop string."""
         if not self.texts:
-            found = self.shown(ids)
+            part = self.shown(ids)
         else:
             text = self.whole(ids)
             place = self._place(text)
@@ -103,10 +103,10 @@ class StopStrings:
                     sizes = range(1, min(len(stop), len(text) + 1))
                     begun = (len(text) - n for n in sizes if text.endswith(stop[:n]))
                     place = min([place, *begun])
-            found = self._shown_of(ids, text, place)
-        if self.tidied and found and not found[-1].isspace():
-            return found[: max(found.rfind(" "), 0)]
-        return found.rstrip() if self.tidied else found
+            part = self._shown_of(ids, text, place)
+        if self.tidied and part and not part[-1].isspace():
+            return part[: max(part.rfind(" "), 0)]
+        return part.rstrip() if self.tidied else part
 
     def _place(self, text: str) -> int:
         """Index of the first stop string in ``text``, else the text's length."""

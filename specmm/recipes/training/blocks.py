@@ -116,12 +116,12 @@ def fading(count: int, length: float) -> Tensor:
 def along(memory: BlockMemory, states: Tensor, embeddings: Tensor) -> Tensor:
     """``states`` [B, A, K, C] plus the memory of earlier tokens' ``embeddings`` [B, A, K, C]."""
     latest = None
-    found = []
+    result = []
     tokens = memory.read(embeddings).unbind(2)
     for place, token in zip(memory.places(states).unbind(2), tokens, strict=True):
         state, latest = memory(place, token, latest)
-        found.append(state)
-    return torch.stack(found, dim=2)
+        result.append(state)
+    return torch.stack(result, dim=2)
 
 
 @torch.no_grad()

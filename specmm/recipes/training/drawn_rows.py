@@ -65,10 +65,10 @@ def drawn_rows(
         sampler = VLMTarget(target.model, processor, target.name)
         first = seed * 1_000_003 + ROWS_AT_ONCE * i
         uniforms = Uniforms.from_seeds(range(first, first + len(part)), sampler.device)
-        wanted = length - part.shape[1]
-        prompt = VLMPrompt({"input_ids": part.to(sampler.device)}, wanted)
-        *_, end = decode_plain(sampler, prompt, wanted, uniforms)
-        return torch.cat([part, end.tokens[:, :wanted].cpu()], dim=1).int()
+        missing = length - part.shape[1]
+        prompt = VLMPrompt({"input_ids": part.to(sampler.device)}, missing)
+        *_, end = decode_plain(sampler, prompt, missing, uniforms)
+        return torch.cat([part, end.tokens[:, :missing].cpu()], dim=1).int()
 
     parts = enumerate(tqdm(prompts.split(ROWS_AT_ONCE), desc="draw"))
     return torch.cat([kept(place / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
@@ -83,16 +83,16 @@ def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int
     """
     words = (pipe.tokenizer.chat_template, pipe.tokenizer.get_vocab())
     place = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
-    found = torch.empty(0, dtype=torch.int32)
-    wanted = rows * length
-    with tqdm(total=wanted, desc="draw", unit="token") as bar:
+    tokens = torch.empty(0, dtype=torch.int32)
+    total = rows * length
+    with tqdm(total=total, desc="draw", unit="token") as bar:
         for turn in count():
             new = kept(place / f"{turn:04d}.pt", partial(_conversations, pipe, turn, seed))
-            found = torch.cat([found, new])
-            bar.update(min(len(found), wanted) - bar.n)
-            if len(found) >= wanted:
+            tokens = torch.cat([tokens, new])
+            bar.update(min(len(tokens), total) - bar.n)
+            if len(tokens) >= total:
                 break
-    return found[:wanted].view(rows, length)
+    return tokens[:total].view(rows, length)
 
 
 def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
