@@ -54,12 +54,12 @@ def check_call(output_type: str, batch_size: int, each: int, return_dict: bool) 
         )
 
 
-def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ``given`` holds an argument of another diffusers pipeline that would
+def refuse_elsewhere(pipe: Any, known: Iterable[str], options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``options`` hold an argument of another diffusers pipeline that would
     change the pictures of ``pipe``, and ``TypeError`` for a name that neither diffusers nor
     ``known`` has.
     """
-    for name, value in given.items():
+    for name, value in options.items():
         if name in ("height", "width"):
             if value is not None and not (isinstance(value, Real) and value == pipe.side):
                 raise ValueError(
@@ -72,12 +72,12 @@ def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) 
             raise ValueError(f"{name} must be None for {pipe.name}, {WITHOUT[name]}")
 
 
-def check_saving(given: Mapping[str, Any]) -> None:
+def check_saving(options: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for arguments of diffusers' ``save_pretrained`` that ask for files of
     another form than ours, and ``TypeError`` for unknown arguments.
     """
     usual = {"safe_serialization": True, "variant": None, "push_to_hub": False}
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in (*usual, "max_shard_size"):
             raise TypeError(str(unknown("argument", name, ("dtype", *usual), OPTION)))
         if name in usual and value != usual[name]:
@@ -153,15 +153,15 @@ class Watch:
         return bool(self.pipe._interrupt)
 
 
-def negatives_of(given: str | Sequence[str] | None, count: int) -> list[str | None]:
-    """The negative prompt of each of ``count`` prompts: ``given``, if it is one text, else one of
+def negatives_of(negative: str | Sequence[str] | None, count: int) -> list[str | None]:
+    """The negative prompt of each of ``count`` prompts: ``negative`` if it is one text, else one of
     its ``count`` texts each.
 
     Raises ``ValueError`` for another number of texts and for values that are not texts.
     """
-    if given is None or isinstance(given, str):
-        return [given] * count
-    negatives: list[str | None] = [*texts_of("negative_prompt", given)]
+    if negative is None or isinstance(negative, str):
+        return [negative] * count
+    negatives: list[str | None] = [*texts_of("negative_prompt", negative)]
     if len(negatives) != count:
         raise ValueError(
             f"negative_prompt must be one text or one for each of the {count} prompts, got "

@@ -41,8 +41,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 def with_options(settings: T, **options: object) -> T:
     """``settings`` with each option that is not None replaced."""
-    given = {k: v for k, v in options.items() if v is not None}
-    return replace(settings, **given)
+    chosen = {k: v for k, v in options.items() if v is not None}
+    return replace(settings, **chosen)
 
 
 def read_settings(kind: type[T], folder: Path) -> T:

@@ -99,7 +99,7 @@ class ImagePipeline:
         gigabyte. Raises ``ValueError`` for a model that cannot be found, fetched or read, and for
         options that its family does not take.
         """
-        given = dict(
+        arguments = dict(
             device=device,
             dtype=dtype,
             torch_dtype=torch_dtype,
@@ -110,7 +110,7 @@ class ImagePipeline:
             quantization_config=quantization_config,
             variant=variant,
         )
-        options = {option: value for option, value in given.items() if value is not None}
+        options = {option: value for option, value in arguments.items() if value is not None}
         source = zoo.Source(file, revision, cache_dir, download)
         here = Path(str(name)).exists() or str(name) in zoo.pocket_models()
         if here and (file or revision):
@@ -142,8 +142,8 @@ def open_pictures(
         raise ValueError(f"{option} does not serve models such as {name}; leave it out")
     pipeline = getattr(shared, kind)(pictures)
     opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
-    given = {"model": name, **{option: options.get(option) for option in MODELS[1:]}}
-    opened.source = {k: str(v) for k, v in given.items() if isinstance(v, str | Path)}
+    named = {"model": name, **{option: options.get(option) for option in MODELS[1:]}}
+    opened.source = {k: str(v) for k, v in named.items() if isinstance(v, str | Path)}
     return opened
 
 

@@ -47,13 +47,13 @@ OWN = ("class", "prompt", "negative_prompt", "seed")  # differ between the pictu
 
 
 class Recorder:
-    """Makes the records of a call of ``pipe``, a picture pipeline, with the arguments ``given``."""
+    """Makes the records of a call of ``pipe``, a picture pipeline, with the arguments ``args``."""
 
-    def __init__(self, pipe: Any, given: Mapping[str, Any]) -> None:
+    def __init__(self, pipe: Any, args: Mapping[str, Any]) -> None:
         self.pipe = pipe
-        self.wanted = _wanted(pipe, given)
-        options = pipe.options_of({name: given[name] for name in pipe.sampling_options})
-        options |= {name: given[name] for name in pipe.call_options if name not in OWN}
+        self.wanted = _wanted(pipe, args)
+        options = pipe.options_of({name: args[name] for name in pipe.sampling_options})
+        options |= {name: args[name] for name in pipe.call_options if name not in OWN}
         options = {name: value for name, value in options.items() if value is not None}
         self.maker = made_by(pipe.source, pipe.files, options, pipe.transformer)
 
@@ -85,22 +85,22 @@ class Recorder:
         return records
 
 
-def _wanted(pipe: Any, given: Mapping[str, Any]) -> list[Record]:
-    """The class or prompt of each picture of a call with the arguments ``given``."""
+def _wanted(pipe: Any, args: Mapping[str, Any]) -> list[Record]:
+    """The class or prompt of each picture of a call with the arguments ``args``."""
     fields: list[Record]
     if pipe.takes == "prompt":
-        texts = texts_of("prompt", given["prompt"])
-        negatives = negatives_of(given.get("negative_prompt"), len(texts))
+        texts = texts_of("prompt", args["prompt"])
+        negatives = negatives_of(args.get("negative_prompt"), len(texts))
         fields = [
             {"prompt": text} | ({} if negative is None else {"negative_prompt": negative})
             for text, negative in zip(texts, negatives, strict=True)
         ]
     else:
-        labels = given["class_labels"] if given["classes"] is None else given["classes"]
+        labels = args["class_labels"] if args["classes"] is None else args["classes"]
         names = pipe.settings.classes
         ids = class_ids(listed(labels), names, pipe.transformer.config.num_classes)
         fields = [{"class": names[i] if i < len(names) else str(i)} for i in ids]
-    return [dict(one) for one in fields for _ in range(given["num_images_per_prompt"])]
+    return [dict(one) for one in fields for _ in range(args["num_images_per_prompt"])]
 
 
 def made_by(source: Record, files: str, options: Record, network: nn.Module) -> Record:

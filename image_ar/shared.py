@@ -186,38 +186,38 @@ class PicturePipeline(ABC, Generic[M]):
         self.source = {"model": name}  # see ``open_pictures``
         self.works = Works(family or self.family)  # measured seconds, compiled and not
 
-    def called(self, given: dict[str, Any]) -> Any:
-        """Run a call with the arguments ``given``, by name. Returns an :class:`ImageOutput`, or
+    def called(self, args: dict[str, Any]) -> Any:
+        """Run a call with the arguments ``args``, by name. Returns an :class:`ImageOutput`, or
         without ``return_dict`` a tuple of its fields.
 
         Calls wait for one another; networks are on the device where they run.
         """
         with turns_of(self.transformer).take(), self.in_place():
-            return self._called(given)
+            return self._called(args)
 
-    def _called(self, given: dict[str, Any]) -> Any:
+    def _called(self, args: dict[str, Any]) -> Any:
         """The work of :meth:`called`: check, settle the method, draw batches, certify."""
         check_holds_numbers(self.transformer, self.name)
         check_multiplies(self.transformer, self.name)
-        batch_size, output_type = given["batch_size"], given["output_type"]
-        check_call(output_type, batch_size, given["num_images_per_prompt"], given["return_dict"])
+        batch_size, output_type = args["batch_size"], args["output_type"]
+        check_call(output_type, batch_size, args["num_images_per_prompt"], args["return_dict"])
         names = (*self.sampling_options, *self.call_options, "guidance_scale")
-        typed = {name: given[name] for name in names} | given.pop("elsewhere")
-        given |= dict.fromkeys(names) | self.settle_names(typed)
-        inputs = given["callback_on_step_end_tensor_inputs"]
-        heard = told(self, given["callback_on_step_end"], inputs)
-        sampling = {name: given[name] for name in self.sampling_options}
-        target = self.measured(sampling, **{name: given[name] for name in self.call_options})
-        chosen: M = self.method if given["method"] is None else given["method"]
-        by_hand = [given.get(name) for name in ("drafter", "tree", "rule")]
+        typed = {name: args[name] for name in names} | args.pop("elsewhere")
+        args |= dict.fromkeys(names) | self.settle_names(typed)
+        inputs = args["callback_on_step_end_tensor_inputs"]
+        heard = told(self, args["callback_on_step_end"], inputs)
+        sampling = {name: args[name] for name in self.sampling_options}
+        target = self.measured(sampling, **{name: args[name] for name in self.call_options})
+        chosen: M = self.method if args["method"] is None else args["method"]
+        by_hand = [args.get(name) for name in ("drafter", "tree", "rule")]
         chosen = methods.by_hand(self.registry, chosen, *by_hand)
-        asked = self.asked(given, target)
+        asked = self.asked(args, target)
         count = len(asked)
-        generators = self.generators(given, chosen, count)
-        recorder = Recorder(self, given)
+        generators = self.generators(args, chosen, count)
+        recorder = Recorder(self, args)
         records: list[dict[str, Any]] = []
         rows = min(batch_size, count)
-        turn = self.turn(given["compiled"], target, chosen, rows)
+        turn = self.turn(args["compiled"], target, chosen, rows)
         decided, reason, record = self.settle(chosen, rows, target, count)
         parts: list[Drawn] = []
         pictures: list[Tensor] = []
@@ -258,7 +258,7 @@ class PicturePipeline(ABC, Generic[M]):
             compiled=turn.compiled,
             records=records,
         )
-        return output if given["return_dict"] else output.to_tuple()
+        return output if args["return_dict"] else output.to_tuple()
 
     def settle_names(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The ``options`` of a call that are not None, with diffusers' names replaced by this
@@ -317,17 +317,17 @@ class PicturePipeline(ABC, Generic[M]):
     def moved(self) -> None:
         """Drop programs and values derived from the networks on their former device."""
 
-    def asked(self, given: Mapping[str, Any], target: Any) -> Any:
+    def asked(self, args: Mapping[str, Any], target: Any) -> Any:
         """The class ids [B] of a call's pictures.
 
         Raises ``ValueError`` for no classes and for unknown ones.
         """
-        classes = either("classes", given["classes"], "class_labels", given["class_labels"])
-        return labels_of(self, classes, given["num_images_per_prompt"])
+        classes = either("classes", args["classes"], "class_labels", args["class_labels"])
+        return labels_of(self, classes, args["num_images_per_prompt"])
 
-    def generators(self, given: Mapping[str, Any], method: M, count: int) -> list[torch.Generator]:
+    def generators(self, args: Mapping[str, Any], method: M, count: int) -> list[torch.Generator]:
         """A generator for each of ``count`` pictures."""
-        return sample_generators(count, self.device, given["generator"], given["seed"])
+        return sample_generators(count, self.device, args["generator"], args["seed"])
 
     def turns(self, method: M, tell: Tell | None) -> int:
         """The number of batches that one loop of ``method`` draws."""

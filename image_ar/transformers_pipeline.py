@@ -206,26 +206,26 @@ class TransformersImagePictures(TokenPictures):
         output: ImageOutput = self.called(locals())
         return output
 
-    def asked(self, given: Mapping[str, Any], target: PictureTarget) -> list[Wanted]:
-        texts = texts_of("prompt", given["prompt"])
+    def asked(self, args: Mapping[str, Any], target: PictureTarget) -> list[Wanted]:
+        texts = texts_of("prompt", args["prompt"])
         if not texts:
             raise ValueError("prompt must name at least one picture, got none")
         if not all(text.strip() for text in texts):
             raise ValueError("prompt must say what to draw, got an empty one")
-        negatives = negatives_of(given["negative_prompt"], len(texts))
-        if given["negative_prompt"] is not None and target.branches == 1:
+        negatives = negatives_of(args["negative_prompt"], len(texts))
+        if args["negative_prompt"] is not None and target.branches == 1:
             raise ValueError(
                 f"negative_prompt needs cfg above 1, got {target.guidance.scale}, at which it has "
                 "no effect"
             )
-        options = self._painting_options(given["num_inference_steps"], given["guidance_scale"])
+        options = self._painting_options(args["num_inference_steps"], args["guidance_scale"])
         prompts = []
         for text, negative in zip(texts, negatives, strict=True):
             ids = self._ids(text, target.layout)
             prompt = Wanted(ids, self._away(ids, negative, target.layout), text, options)
-            prompts += [prompt] * given["num_images_per_prompt"]
+            prompts += [prompt] * args["num_images_per_prompt"]
         target.check(_prompt(target, prompts))
-        if given["output_type"] != "latent":
+        if args["output_type"] != "latent":
             self.decoder()  # or there are no pixels
         return prompts
 
@@ -321,10 +321,10 @@ class TransformersImagePictures(TokenPictures):
     def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
         """Options for the diffusion model; raises ``ValueError`` if given without such a model."""
         options = {"num_inference_steps": steps, "guidance_scale": guidance}
-        given = {name: value for name, value in options.items() if value is not None}
-        if given and not self.facts.paints:
+        chosen = {name: value for name, value in options.items() if value is not None}
+        if chosen and not self.facts.paints:
             raise ValueError(
-                f"{' and '.join(given)} must be None for {self.name}, whose pixels no diffusion "
+                f"{' and '.join(chosen)} must be None for {self.name}, whose pixels no diffusion "
                 "model paints; cfg is the guidance of its tokens"
             )
         check_whole(num_inference_steps=1 if steps is None else steps)
@@ -334,7 +334,7 @@ class TransformersImagePictures(TokenPictures):
             raise ValueError(
                 f"guidance_scale must be above 0, got {guidance}, use 1 for no guidance"
             )
-        return given
+        return chosen
 
     def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
         """The layout of pictures of this size; raises ``ValueError`` for an unsupported size."""

@@ -61,7 +61,7 @@ def _check_questions(predictions: Predictions, answers: Answers) -> None:
         raise ValueError("answers must hold at least one question, got none; check the file")
     unknown = [q for q in predictions if q not in answers]
     missing = [q for q in answers if q not in predictions]
-    empty = [q for q, given in answers.items() if not any(a.strip() for a in given)]
+    empty = [q for q, texts in answers.items() if not any(a.strip() for a in texts)]
     for bad, rule, group in (
         (unknown, "prediction must have a question, got {} of {} without", predictions),
         (missing, "question must have a prediction, got none for {} of {}", answers),
@@ -138,8 +138,8 @@ def exact_match(
     """Share of predictions that equal a given answer, ignoring case and white space."""
     protocol = {"normalisation": "case and white space"}
 
-    def score(prediction: str, given: Sequence[str]) -> bool:
-        return _plain(prediction) in map(_plain, given)
+    def score(prediction: str, truths: Sequence[str]) -> bool:
+        return _plain(prediction) in map(_plain, truths)
 
     return mean_score("exact", predictions, answers, score, protocol, bootstrap)
 
@@ -150,8 +150,8 @@ def bleu(predictions: Predictions, answers: Answers) -> Measurement:
     with needed("BLEU", "captions"):
         from sacrebleu.metrics.bleu import BLEU
     metric = BLEU()
-    most = max(len(given) for given in answers.values())
-    padded = [[*given, *[None] * (most - len(given))] for given in answers.values()]
+    most = max(len(texts) for texts in answers.values())
+    padded = [[*texts, *[None] * (most - len(texts))] for texts in answers.values()]
     references: Any = list(map(list, zip(*padded, strict=True)))  # None: fewer references
     score = metric.corpus_score([predictions[q] for q in answers], references)
     parts = {f"precision_{n}": p for n, p in enumerate(score.precisions, 1)}
@@ -167,8 +167,8 @@ def cider(predictions: Predictions, answers: Answers) -> Measurement:
         raise ValueError(f"CIDEr needs at least 2 captions to weight words, got {len(answers)}")
     with needed("CIDEr", "captions"):
         from pycocoevalcap.cider.cider import Cider
-    given = {q: [tokenised(a) for a in texts] for q, texts in answers.items()}
-    value, _ = Cider().compute_score(given, {q: [tokenised(predictions[q])] for q in answers})
+    references = {q: [tokenised(a) for a in texts] for q, texts in answers.items()}
+    value, _ = Cider().compute_score(references, {q: [tokenised(predictions[q])] for q in answers})
     tokens = "lower case, words and numbers, no punctuation"
     protocol = {"library": "pycocoevalcap", "tokens": tokens, "counts": [len(answers)]}
     return Measurement("cider", float(value), protocol)
@@ -193,10 +193,10 @@ def read_answers(path: Path) -> Answers:
     """All given answers of every question; raises ``ValueError`` naming the line or entry."""
     answers: dict[str, list[str]] = {}
     for where, entry in _entries(path):
-        given = entry.get("answers", entry.get("answer"))
-        if given is None:
+        field = entry.get("answers", entry.get("answer"))
+        if field is None:
             raise ValueError(f"{where} must hold 'answers' or 'answer', got {_keys(entry)}; add it")
-        listed = given if isinstance(given, list) else [given]
+        listed = field if isinstance(field, list) else [field]
         texts = [_text(where, a.get("answer") if isinstance(a, dict) else a) for a in listed]
         _add(answers, where, entry, texts)
     return answers

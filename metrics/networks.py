@@ -192,8 +192,8 @@ class CLIP(Extractor):
         """Features [N, F] float32, on the CPU, of ``texts``; each is cut at the model's longest."""
         longest = self.model.config.text_config.max_position_embeddings
         options = {"padding": True, "truncation": True, "max_length": longest}
-        given = self._processor.tokenizer(list(texts), return_tensors="pt", **options)
-        features = self.model.get_text_features(**given.to(self.device))
+        encoded = self._processor.tokenizer(list(texts), return_tensors="pt", **options)
+        features = self.model.get_text_features(**encoded.to(self.device))
         return features.pooler_output.float().cpu()
 
     def _pixels(self, pictures: Tensor) -> Tensor:

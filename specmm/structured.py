@@ -112,18 +112,18 @@ def json_schema(
     return Grammar("json_schema", json.dumps(parsed), any_whitespace)
 
 
-def of_call(given: Any) -> Grammar:
+def of_call(value: Any) -> Grammar:
     """The grammar in a call's argument: a :class:`Grammar`, a JSON schema as a dict, or a pydantic
     class.
 
     Raises ``ValueError`` for anything else.
     """
-    if isinstance(given, Grammar):
-        return given
-    if isinstance(given, Mapping) or hasattr(given, "model_json_schema"):
-        return json_schema(given)
+    if isinstance(value, Grammar):
+        return value
+    if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
+        return json_schema(value)
     raise ValueError(
-        f"grammar must be of specmm.structured or a dict, got {type(given).__name__}; give "
+        f"grammar must be of specmm.structured or a dict, got {type(value).__name__}; give "
         "specmm.structured.json_schema(…), regex(…) or grammar(…)"
     )
 
@@ -138,16 +138,16 @@ def grammar(ebnf: str | Path) -> Grammar:
     return Grammar("grammar", _text(ebnf))
 
 
-def _text(given: str | Path) -> str:
-    """``given`` if it is text, or the content of the file."""
-    place = Path(given) if isinstance(given, Path) or len(given) < 256 else None
-    if isinstance(given, Path) or (place is not None and "\n" not in given and place.is_file()):
+def _text(text: str | Path) -> str:
+    """``text``, or the content of the file that it names."""
+    place = Path(text) if isinstance(text, Path) or len(text) < 256 else None
+    if isinstance(text, Path) or (place is not None and "\n" not in text and place.is_file()):
         assert place is not None
         try:
             return place.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{place} must be a file of text, got: {error}") from error
-    return given
+    return text
 
 
 @dataclass(frozen=True)

@@ -116,16 +116,16 @@ def _apart(images: Any) -> Any:
     return list(images) if stacked else images
 
 
-def _each(given: Any, is_one: Callable[[Any], bool], opened: Callable[[Any], Any]) -> list[Any]:
-    """The pictures or videos ``given`` with one question (none, one or several), opened."""
-    if given is None:
+def _each(media: Any, is_one: Callable[[Any], bool], opened: Callable[[Any], Any]) -> list[Any]:
+    """The pictures or videos ``media`` of one question (none, one or several), opened."""
+    if media is None:
         return []
-    return [opened(item) for item in ([given] if is_one(given) else given)]
+    return [opened(item) for item in ([media] if is_one(media) else media)]
 
 
-def _per_question(name: str, one: str, given: Any, count: int) -> list[Any]:
-    """``given`` as a list with one entry for each of ``count`` questions."""
-    each = [None] * count if given is None else given
+def _per_question(name: str, one: str, media: Any, count: int) -> list[Any]:
+    """``media`` as a list with one entry for each of ``count`` questions."""
+    each = [None] * count if media is None else media
     if not isinstance(each, list | tuple) or len(each) != count:
         got = len(each) if isinstance(each, list | tuple) else f"one {one}"
         raise ValueError(

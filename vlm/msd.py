@@ -106,11 +106,11 @@ class MSDConfig:
             plain = " or ".join(PLAIN_ROPE)
             raise ValueError(f"{source} must have plain rotary positions ({plain}), got {kind!r}")
         names = cls.__dataclass_fields__
-        given = {name: facts[name] for name in names if facts.get(name) is not None}
-        given.setdefault("rope_theta", float(rope.get("rope_theta", 10000.0)))
-        given.setdefault("num_key_value_heads", facts["num_attention_heads"])
-        given.setdefault("qwen", str(facts.get("model_type", "")).startswith("qwen2"))
-        return cls(**given)
+        values = {name: facts[name] for name in names if facts.get(name) is not None}
+        values.setdefault("rope_theta", float(rope.get("rope_theta", 10000.0)))
+        values.setdefault("num_key_value_heads", facts["num_attention_heads"])
+        values.setdefault("qwen", str(facts.get("model_type", "")).startswith("qwen2"))
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``config.json`` that the release's loader reads."""

@@ -131,8 +131,8 @@ class VQAPipeline(Pipeline):
         options and methods that do not fit.
         """
         with ending(streamer):
-            given = self.options(options)
-            method = self._method(given)
+            settings = self.options(options)
+            method = self._method(settings)
             if _is_judged(method):
                 if videos is not None:
                     raise ValueError(
@@ -140,13 +140,13 @@ class VQAPipeline(Pipeline):
                         "method"
                     )
                 judged = self._judge(method, images, questions, options, streamer)
-                judged.certificate = judged.certificate.under(given.processor.settings)
+                judged.certificate = judged.certificate.under(settings.processor.settings)
                 return judged
-            run = self._start(given, questions, images, videos)
+            run = self._start(settings, questions, images, videos)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
         output = VQAOutput(answers=texts, **run.told(tokens, end))
-        if given.draw:
+        if settings.draw:
             output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])
             self.drawn.observe(tokens, self._reader.grammar)
         return output
@@ -160,13 +160,13 @@ class VQAPipeline(Pipeline):
         **options: Unpack[CallOptions],
     ) -> Iterator[list[str]]:
         """The new text of every answer after each round; options as for a call."""
-        given = self.options(options)
-        if _is_judged(self._method(given)):
+        settings = self.options(options)
+        if _is_judged(self._method(settings)):
             raise ValueError(
                 "method 'verdict' cannot stream, because its answer comes after all models have "
                 "answered; call the pipeline instead"
             )
-        rounds = self._rounds(False, given, questions, images, videos)
+        rounds = self._rounds(False, settings, questions, images, videos)
         for round_ in turns_of(self.model).each(rounds):
             yield [piece.text for piece in round_]
 
@@ -187,8 +187,8 @@ class VQAPipeline(Pipeline):
         """The method that ``auto`` chooses for ``questions`` after it has tried all on whole
         answers, and why; ``records`` holds the measurements.
         """
-        given = self.options({**options, "method": methods.Auto()})
-        return self._start(given, questions, images, share=math.inf).method
+        settings = self.options({**options, "method": methods.Auto()})
+        return self._start(settings, questions, images, share=math.inf).method
 
     def prepared(
         self, images: Images = None, questions: Texts | None = None, **options: Any
@@ -246,12 +246,12 @@ class VQAPipeline(Pipeline):
             raise ValueError(f"method 'verdict' takes one question at a time, got {got}")
         judge = VQAPipeline(self.model, self.processor, name=self.name)
         experts = self.drafter(method.name)
-        given = {name: value for name, value in options.items() if name != "method"}
-        if given.get("seed", 0) is None:
-            del given["seed"]
+        call_options = {name: value for name, value in options.items() if name != "method"}
+        if call_options.get("seed", 0) is None:
+            del call_options["seed"]
         begin = time.perf_counter()
         decide = named(KINDS[method.name].judge)(experts, judge, method.keep)
-        ruling = decide(images, question, **given)
+        ruling = decide(images, question, **call_options)
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
         if streamer is not None:  # nothing to stream before the experts have answered
             stream(streamer, [ids])

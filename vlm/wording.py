@@ -146,13 +146,13 @@ def read(
 def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
     """The output of ``processor`` for ``rows``."""
     prompts = [text for text, _, _ in rows]
-    given = _shown(processor, [images for _, images, _ in rows], [clips for *_, clips in rows])
+    arguments = _shown(processor, [images for _, images, _ in rows], [clips for *_, clips in rows])
     bos = getattr(processor.tokenizer, "bos_token", None)
     if bos is not None and all(text.startswith(bos) for text in prompts):
-        given["add_special_tokens"] = False
+        arguments["add_special_tokens"] = False
     try:
         with _quiet(processor):
-            inputs = dict(processor(text=prompts, padding=True, return_tensors="pt", **given))
+            inputs = dict(processor(text=prompts, padding=True, return_tensors="pt", **arguments))
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
@@ -215,7 +215,7 @@ def _shown(
     processor: Any, pictures: Sequence[Sequence[Image.Image]], videos: Sequence[Sequence[Video]]
 ) -> dict[str, Any]:
     """The processor's keyword arguments for pictures and videos."""
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if any(pictures):
         each = {len(shown) for shown in pictures}
         if placeholder(processor, "image") is None and each != {1}:
@@ -223,7 +223,7 @@ def _shown(
                 f"{type(processor).__name__} takes one picture for each question, got "
                 f"{min(each)} to {max(each)}; ask the questions apart"
             )
-        given["images"] = [list(shown) for shown in pictures]
+        arguments["images"] = [list(shown) for shown in pictures]
     if any(videos):
         if any(pictures) and _names(processor.image_processor) & _names(processor.video_processor):
             raise ValueError(
@@ -231,10 +231,10 @@ def _shown(
                 "drop the pictures; ask the questions apart, or give frames as pictures"
             )
         read = [video.frames(processor.video_processor) for video in chain.from_iterable(videos)]
-        given["videos"] = [frames for frames, _ in read]
-        given["video_metadata"] = [metadata for _, metadata in read]
-        given["do_sample_frames"] = False
-    return given
+        arguments["videos"] = [frames for frames, _ in read]
+        arguments["video_metadata"] = [metadata for _, metadata in read]
+        arguments["do_sample_frames"] = False
+    return arguments
 
 
 def _names(part: Any) -> set[str]:

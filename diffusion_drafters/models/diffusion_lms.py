@@ -173,9 +173,9 @@ def _full(
     if model.config.tie_word_embeddings and TOKENS in state:
         state = {HEAD: state[TOKENS], **state}
     load_strict(model, state, LEFTOVERS, source, dtype)
-    given = facts.get("mask_token_id")
+    mask_token = facts.get("mask_token_id")
     end = facts.get("eos_token_id")
-    return FullAttention(cast(model, dtype), mask if given is None else given, end, shift)
+    return FullAttention(cast(model, dtype), mask if mask_token is None else mask_token, end, shift)
 
 
 def _llada_config(facts: Facts) -> LlamaConfig:
@@ -221,10 +221,10 @@ def _ddit(facts: Facts, state: State, source: str | Path, dtype: torch.dtype) ->
 
 def _ddit_config(facts: Facts, state: State, source: str | Path) -> DDiTConfig:
     """Sizes by their names on the hub or in a training config (nested under ``model``)."""
-    given = {**facts, **facts.get("model", {})}
+    values = {**facts, **facts.get("model", {})}
 
     def size(*names: str) -> int:
-        number = next((given[n] for n in names if isinstance(given.get(n), int)), None)
+        number = next((values[n] for n in names if isinstance(values.get(n), int)), None)
         if number is None:
             fields = " or ".join(names)
             raise ValueError(

@@ -64,8 +64,8 @@ def load_kl(
     path: str | Path, config: KLConfig | None = None, *, dtype: torch.dtype = torch.float32
 ) -> AutoencoderKL:
     """The autoencoder in ``path``, in evaluation mode; sizes and errors as ``load_mar``."""
-    given = (path, AutoencoderKL, KLConfig, infer_kl_config, config)
-    return load_module(*given, leftovers=KL_LEFTOVERS, dtype=dtype)
+    common = (path, AutoencoderKL, KLConfig, infer_kl_config, config)
+    return load_module(*common, leftovers=KL_LEFTOVERS, dtype=dtype)
 
 
 def kl_fingerprint(model: AutoencoderKL) -> str:

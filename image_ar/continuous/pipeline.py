@@ -247,8 +247,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         if quick is not None and isinstance(sampler, PlainSampler):
             sampler.run = quick.chains(sampler)
         conditions = None if quick is None else quick.conditions
-        given = (self.transformer, batch.of, orders, sampler, settings, conditions)
-        return decode_mar(*given), claim
+        parts = (self.transformer, batch.of, orders, sampler, settings, conditions)
+        return decode_mar(*parts), claim
 
     def _between_models(
         self, method: methods.CSpD, batch: Batch[methods.ContinuousMethod], orders: Tensor

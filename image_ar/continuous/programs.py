@@ -127,9 +127,9 @@ class MARGraphs:
             self.made[key] = Graphs(function, self.pool)
         return self.made[key]
 
-    def conditions(self, *given: Tensor) -> Tensor:
+    def conditions(self, *tensors: Tensor) -> Tensor:
         """As :func:`specmm.image_ar.continuous.masked_decode.head_conditions` of the model."""
-        return self._of("passes", lambda *x: (head_conditions(self.model, *x),))(*given)[0]
+        return self._of("passes", lambda *x: (head_conditions(self.model, *x),))(*tensors)[0]
 
     def chains(self, sampler: PlainSampler) -> Chains:
         """A function that runs the chains of ``sampler``."""

@@ -40,8 +40,8 @@ def load_var(
     state = _read(path, VARConfig)
     if MASK in state:
         state[MASK] = state[MASK].nan_to_num(neginf=0.0)
-    given = (path, VAR, VARConfig, infer_var_config, config)
-    model = load_module(*given, state=state, leftovers=(), dtype=dtype)
+    common = (path, VAR, VARConfig, infer_var_config, config)
+    model = load_module(*common, state=state, leftovers=(), dtype=dtype)
     if not torch.equal(model.lvl_1L, model.config.schedule.levels):
         raise FileError(
             path,
@@ -68,8 +68,8 @@ def load_vqvae(
     def make(sizes: VQVAEConfig) -> VQVAE:
         return VQVAE(replace(sizes, patch_nums=patch_nums or sizes.patch_nums))
 
-    given = (path, make, VQVAEConfig, partial(infer_vqvae_config, patch_nums=patch_nums), config)
-    return load_module(*given, state=_read(path, VQVAEConfig), leftovers=(), dtype=dtype)
+    common = (path, make, VQVAEConfig, partial(infer_vqvae_config, patch_nums=patch_nums), config)
+    return load_module(*common, state=_read(path, VQVAEConfig), leftovers=(), dtype=dtype)
 
 
 def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:

@@ -236,18 +236,18 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         return max(guidance_scale - 1, 0.0)
 
     def generators(
-        self, given: Mapping[str, Any], method: methods.ScalesMethod, count: int
+        self, args: Mapping[str, Any], method: methods.ScalesMethod, count: int
     ) -> list[torch.Generator]:
         """A generator for each picture, or the user's one generator for all, as in the release."""
         if not method.one_generator:
-            return super().generators(given, method, count)
-        several = isinstance(given["generator"] or given["seed"], Sequence)
-        if several or count > given["batch_size"]:
+            return super().generators(args, method, count)
+        several = isinstance(args["generator"] or args["seed"], Sequence)
+        if several or count > args["batch_size"]:
             raise ValueError(
                 "release draws one batch from one generator: give one and a batch_size of at least "
-                f"{count}, got batch_size {given['batch_size']}"
+                f"{count}, got batch_size {args['batch_size']}"
             )
-        return super().generators(given, method, 1) * count
+        return super().generators(args, method, 1) * count
 
     def target(
         self,

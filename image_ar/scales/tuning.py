@@ -134,10 +134,10 @@ def measured(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Samplin
         tell(Measured(next(runs), CALIBRATION))
 
     everything = range(len(large.config.schedule))
-    given = (vqvae, batch, sampling)
-    of_large = time_steps(large, *given, everything, called)
-    of_small = time_steps(small, *given, everything, called)
-    [prefill] = time_steps(small, *given, everything[-1:], called)
+    common = (vqvae, batch, sampling)
+    of_large = time_steps(large, *common, everything, called)
+    of_small = time_steps(small, *common, everything, called)
+    [prefill] = time_steps(small, *common, everything[-1:], called)
     return ScaleSeconds(of_large, of_small, prefill, batch * time_decode(vqvae))
 
 

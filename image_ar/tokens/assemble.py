@@ -141,8 +141,8 @@ def _rule(
     if not k and not kind.relaxed:
         return make_rule(spec)
     table, first = _neighbours(parts, k, target)
-    given = {"greedy": greedy} if kind.relaxed else {}
-    rule = make_rule(spec, table=table, offset=first, **given)
+    extra = {"greedy": greedy} if kind.relaxed else {}
+    rule = make_rule(spec, table=table, offset=first, **extra)
     residual = getattr(rule, "residual", "corrected")
     if residual != "corrected" and target.undrawable is not None and not greedy:
         raise ValueError(

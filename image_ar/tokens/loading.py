@@ -93,8 +93,8 @@ def load_vq(
     path: str | Path, config: VQConfig | None = None, *, dtype: torch.dtype = torch.float32
 ) -> VQModel:
     """The image tokenizer in ``path``, in evaluation mode; sizes and errors as ``load_gpt``."""
-    given = (path, VQModel, VQConfig, infer_vq_config, config)
-    return load_module(*given, leftovers=VQ_LEFTOVERS, dtype=dtype)
+    common = (path, VQModel, VQConfig, infer_vq_config, config)
+    return load_module(*common, leftovers=VQ_LEFTOVERS, dtype=dtype)
 
 
 def infer_gpt_config(

@@ -252,12 +252,12 @@ class LlamaGenPictures(TokenPictures):
 
     pixels = decode_tokens
 
-    def asked(self, given: Mapping[str, Any], target: Any) -> Prompt:
+    def asked(self, args: Mapping[str, Any], target: Any) -> Prompt:
         """Classes or prompts; raises ``ValueError`` for the kind that the model does not take."""
-        wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
-        classes = [] if wanted is None else listed(wanted)
-        prompt = [] if given["prompt"] is None else texts_of("prompt", given["prompt"])
-        repeats = given["num_images_per_prompt"]
+        named = either("classes", args["classes"], "class_labels", args["class_labels"])
+        classes = [] if named is None else listed(named)
+        prompt = [] if args["prompt"] is None else texts_of("prompt", args["prompt"])
+        repeats = args["num_images_per_prompt"]
         if bool(classes) == any(prompt):
             raise ValueError("give either classes or prompt, at least one of them and not both")
         if classes:

@@ -104,7 +104,7 @@ def classes_of(models: AppModels, name: str) -> list[str]:
 
 def _side(label: str) -> list[Any]:
     """Components of one method: picture, line, tokens and file."""
-    given: dict[str, Any] = {"interactive": False, **PLAIN}
+    common: dict[str, Any] = {"interactive": False, **PLAIN}
     with gr.Column(min_width=NARROW):
         picture = gr.Image(
             blank(),
@@ -113,7 +113,7 @@ def _side(label: str) -> list[Any]:
             alt_text=label,
             elem_classes="picture",
             height="min(320px, 42vw)",
-            **given,
+            **common,
         )
         about = gr.HTML("", elem_classes="line", min_height=60)
         grid = gr.Image(
@@ -122,7 +122,7 @@ def _side(label: str) -> list[Any]:
             alt_text="Its tokens by who made them",
             elem_classes="grid",
             height="min(220px, 34vw)",
-            **given,
+            **common,
         )
         file = gr.DownloadButton("PNG with its record", size="sm", interactive=False)
     return [picture, about, grid, file]

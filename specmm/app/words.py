@@ -135,12 +135,12 @@ def answered(
     """Updates of verdict, both sides and trace while both methods write."""
     model = named["model"]
     defaults = models.parameters(kind, model)
-    given = changed(defaults, dict(zip(defaults, map(str, values[len(named) :]), strict=False)))
+    edited = changed(defaults, dict(zip(defaults, map(str, values[len(named) :]), strict=False)))
     pipe = models.get(kind, model)
     names = [named["first"], named["second"]]
     chosen = [method_of(models, kind, model, text) for text in names]
     text = short(named["asked"])
-    fixed = {"max_new_tokens": int(named["length"]), **given}
+    fixed = {"max_new_tokens": int(named["length"]), **edited}
     fixed["seed"] = int(named["seed"]) if fixed.get("temperature") else None
     if kind == "questions" and not named["picture"]:
         raise ValueError("a question needs a picture: upload one or click an example")

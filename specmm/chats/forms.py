@@ -132,8 +132,8 @@ def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -
     questions = [message for message in messages if message["role"] == "user"]
     if not questions:
         raise Unusable("no question")
-    given = content.placed(questions[0 if talk else -1])
-    return Chat(messages, given["image"], given["video"], _tools(row.get("tools")), place)
+    media = content.placed(questions[0 if talk else -1])
+    return Chat(messages, media["image"], media["video"], _tools(row.get("tools")), place)
 
 
 def bytes_of(source: Any) -> bytes:
@@ -236,14 +236,14 @@ class _Said:
             return [_text(part)]
         if not isinstance(part, Mapping):
             raise Unusable(f"a part is {shown(part)}", "a part is no object")
-        given = {key: value for key, value in part.items() if value is not None}
-        kind = given.pop("type", next((key for key in ("text", *KINDS) if key in given), None))
+        fields = {key: value for key, value in part.items() if value is not None}
+        kind = fields.pop("type", next((key for key in ("text", *KINDS) if key in fields), None))
         if kind == "text":
-            return [_text(given.get("text"))]
+            return [_text(fields.get("text"))]
         kind = str(kind).removeprefix("input_").removesuffix("_url")
         if kind not in KINDS:
             raise Unusable(f"no part of type {shown(kind)}")
-        named = next((value for key, value in given.items() if key != "detail"), None)
+        named = next((value for key, value in fields.items() if key != "detail"), None)
         self._show(kind, named)
         return [{"type": kind}]
 
@@ -285,10 +285,10 @@ def _call(call: Any) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
-def _tools(given: Any) -> list[Any] | None:
+def _tools(value: Any) -> list[Any] | None:
     """The tools of a row, which some data store as JSON text."""
     try:
-        tools = json.loads(given) if isinstance(given, str) and given else given
+        tools = json.loads(value) if isinstance(value, str) and value else value
     except json.JSONDecodeError as error:
         raise Unusable("tools that are no JSON") from error
     return list(tools) if tools else None

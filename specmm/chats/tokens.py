@@ -129,12 +129,12 @@ class ChatReader:
     def _render(self, messages: Sequence[Message], tools: Any = None, begin: bool = False) -> str:
         """``messages`` in the chat template; with ``begin`` followed by the generation prompt."""
         template = getattr(self.reader, "chat_template", None)
-        given = {**self.given, **({"tools": list(tools)} if tools else {})}
-        given |= {} if template else {"chat_template": self.template}
+        arguments = {**self.given, **({"tools": list(tools)} if tools else {})}
+        arguments |= {} if template else {"chat_template": self.template}
         contents = [{**m, "content": self._content(m["content"])} for m in messages]
         return str(
             self.reader.apply_chat_template(
-                contents, add_generation_prompt=begin, tokenize=False, **given
+                contents, add_generation_prompt=begin, tokenize=False, **arguments
             )
         )
 
@@ -368,8 +368,8 @@ class ChatReader:
             [list(getattr(chat, f"{kind}s")[: _count(chat, turn, kind)]) for chat, turn in pairs]
             for kind in KINDS
         )
-        given: dict[str, Any] = {"chat": False, "videos": videos if any(videos) else None}
-        return list(pipe(images, texts, **given, **options).answers)
+        fixed: dict[str, Any] = {"chat": False, "videos": videos if any(videos) else None}
+        return list(pipe(images, texts, **fixed, **options).answers)
 
     def facts(self) -> list[str]:
         """All facts besides the model on which answers depend, for a cache's key."""
@@ -425,7 +425,7 @@ def answered(
     def longer(values: Tensor, new: Tensor) -> Tensor:
         return F.pad(values, (0, count)).scatter(1, where, new.to(values))[:, :width]
 
-    given = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
-    tokens = {k: longer(values, answer_ids.get(k, nothing)) for k, values in given.items()}
+    per_token = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
+    tokens = {k: longer(values, answer_ids.get(k, nothing)) for k, values in per_token.items()}
     spoken = longer(torch.zeros_like(prompt.mask), counted)
     return VLMPrompt({**prompt.inputs, **tokens}, prompt.max_new_tokens), spoken

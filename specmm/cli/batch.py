@@ -175,10 +175,10 @@ def batch(
         raise typer.Exit(1)
 
 
-def _needed(given: T | None, what: str) -> T:
-    if given is None:
+def _needed(value: T | None, what: str) -> T:
+    if value is None:
         raise ValueError(f"batch needs {what}")
-    return given
+    return value
 
 
 def _verify(jobs: Path, out: Path, as_json: bool) -> None:

@@ -79,15 +79,15 @@ class Settings:
         """The options of a call by ``method``, with the command's ``own``; notes idle options."""
         from specmm.hf.prompts.options import idle_options
 
-        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         if self.repetition_penalty is not None:
-            given["repetition_penalty"] = self.repetition_penalty
-        self.sampling = given
-        for name in idle_options(given | {"seed": self.seed}, method)[:1]:
+            sampling["repetition_penalty"] = self.repetition_penalty
+        self.sampling = sampling
+        for name in idle_options(sampling | {"seed": self.seed}, method)[:1]:
             option = f"--{name.replace('_', '-')}"
             say(f"{option} changes nothing at temperature 0; give --temperature 1 to sample")
         self.drawn = secrets.randbelow(2**31) if self.seed is None else self.seed
-        options = {**given, **own, **self._spelled()}
+        options = {**sampling, **own, **self._spelled()}
         options |= {"stop": list(self.stop)} if self.stop else {}
         options["seed"] = self.drawn
         if self.messages is not None:
@@ -96,8 +96,8 @@ class Settings:
 
     def _spelled(self) -> dict[str, Any]:
         """The grammar of a call, if given; raises ``ValueError`` for two grammars."""
-        given = {name: getattr(self, name) for name in ("json_schema", "regex", "grammar")}
-        texts = {name: text for name, text in given.items() if text is not None}
+        spellings = {name: getattr(self, name) for name in ("json_schema", "regex", "grammar")}
+        texts = {name: text for name, text in spellings.items() if text is not None}
         if len(texts) > 1:
             names = ", ".join("--" + name.replace("_", "-") for name in texts)
             raise ValueError(f"give only one of {names}: an answer follows one grammar")

@@ -121,9 +121,9 @@ def with_fields(
 
     def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def called(*args: Any, **given: Any) -> Any:
-            values = kind(**{field: given.pop(field) for field in fields if field in given})
-            return command(*args, **{name: values}, **given)
+        def called(*args: Any, **arguments: Any) -> Any:
+            values = kind(**{field: arguments.pop(field) for field in fields if field in arguments})
+            return command(*args, **{name: values}, **arguments)
 
         others = inspect.signature(command).parameters.values()
         parameters = [*(each for each in others if each.name != name), *fields.values()]
@@ -140,11 +140,11 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def refuse(models: str, **given: object) -> None:
-    """Raise ``ValueError`` for the first ``given`` option (not empty), as ``models`` do not read
-    it.
+def refuse(models: str, **options: object) -> None:
+    """Raise ``ValueError`` for the first of the ``options`` that is not empty: ``models`` do not
+    read it.
     """
-    for name, value in given.items():
+    for name, value in options.items():
         if not (value is None or value is False or value == []):
             option = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} does not serve {models}; leave it out")

@@ -83,10 +83,10 @@ def _setting(word: str) -> str:
     return word if equals and name.isidentifier() else f"model={word}"
 
 
-def _pairs(given: list[str]) -> dict[str, str | list[str]]:
+def _pairs(texts: list[str]) -> dict[str, str | list[str]]:
     """The values of each name, as names may be repeated."""
     values_of: dict[str, list[str]] = {}
-    for pair in given:
+    for pair in texts:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--set must be given KEY=VALUE, got {pair!r}")

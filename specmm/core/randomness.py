@@ -200,15 +200,15 @@ def sample_generators(
     """
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
-    name, given, read = ("generator", generator, _spent) if seed is None else ("seed", seed, _whole)
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        if len(given) != count:
+    name, value, read = ("generator", generator, _spent) if seed is None else ("seed", seed, _whole)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if len(value) != count:
             raise ValueError(
-                f"{name} must be one or one for each of the {count} samples, got {len(given)}"
+                f"{name} must be one or one for each of the {count} samples, got {len(value)}"
             )
-        seeds = [read(one) for one in given]
+        seeds = [read(one) for one in value]
     else:
-        first = secrets.randbelow(FRESH) if given is None else read(given)
+        first = secrets.randbelow(FRESH) if value is None else read(value)
         seeds = [first + i for i in range(count)]
     return [torch.Generator(device).manual_seed(each % 2**64) for each in seeds]
 

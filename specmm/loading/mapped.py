@@ -40,14 +40,14 @@ class WithoutWeights(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        if func is torch.empty and given.get("device") is None:
-            given["device"] = META
-        weight = args[0] if args else given.get("tensor")
+        arguments = dict(kwargs or {})
+        if func is torch.empty and arguments.get("device") is None:
+            arguments["device"] = META
+        weight = args[0] if args else arguments.get("tensor")
         drawn = getattr(func, "__name__", "") in DRAWN
         if drawn and isinstance(weight, Tensor) and weight.device == META:
             return weight
-        return func(*args, **given)
+        return func(*args, **arguments)
 
 
 def unfilled(module: nn.Module) -> bool:
@@ -81,13 +81,13 @@ def marked(tensors: Iterable[Tensor], files: Iterable[Path]) -> Iterator[None]:
     """Within the block, mark the ``tensors`` that are mapped from one of ``files``; later they may
     get their own memory.
     """
-    given = list(tensors)
+    listed = list(tensors)
     for file in files:
-        mark(given, file)
+        mark(listed, file)
     try:
         yield
     finally:
-        for tensor in given:
+        for tensor in listed:
             vars(tensor).pop(MAPPED, None)
 
 

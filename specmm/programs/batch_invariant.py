@@ -66,7 +66,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    *given: Any,
+    *positional: Any,
     **options: Any,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` of ``query`` [..., T, D], padded to ``TILE`` queries."""
@@ -77,22 +77,22 @@ def attention(
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             # the queries added may attend everything
             attn_mask = F.pad(attn_mask, more, value=attn_mask.dtype == torch.bool)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask, *given, **options)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask, *positional, **options)
     return output[..., :queries, :]
 
 
-def fused(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
+def fused(x: Tensor, weight: Tensor, *positional: Any) -> Tensor:
     """oneDNN's product of ``x`` [..., K], with or without activation; a single row is doubled."""
     if x.shape[:-1].numel() != 1 or not _concerned(x):
-        return POINTWISE(x, weight, *given)
-    return POINTWISE(x.expand(2, *x.shape), weight, *given)[0]
+        return POINTWISE(x, weight, *positional)
+    return POINTWISE(x.expand(2, *x.shape), weight, *positional)[0]
 
 
-def convolution(input: Tensor, *given: Any, **options: Any) -> Tensor:
+def convolution(input: Tensor, *positional: Any, **options: Any) -> Tensor:
     """``F.conv2d``, picture by picture: oneDNN uses another algorithm for one than for several."""
     if input.ndim < 4 or not _concerned(input):
-        return F.conv2d(input, *given, **options)
-    parts = [F.conv2d(part.contiguous(), *given, **options) for part in input.split(1)]
+        return F.conv2d(input, *positional, **options)
+    parts = [F.conv2d(part.contiguous(), *positional, **options) for part in input.split(1)]
     return torch.cat([part.contiguous() for part in parts])
 
 

@@ -127,11 +127,11 @@ class RecordedRound:
         """Whether the round after ``feedback`` is like the recorded one; if so, its inputs are
         copied into the graph's memory.
         """
-        given = feedback.tensors()
+        tensors = feedback.tensors()
         now = _state(parts, progress)
-        if list(given) != list(self.given) or len(now) != len(self.slots):
+        if list(tensors) != list(self.given) or len(now) != len(self.slots):
             return False
-        if _forms(given.values()) != _forms(self.given.values()):
+        if _forms(tensors.values()) != _forms(self.given.values()):
             return False
         moved = [(a, b) for a, b in zip(self.slots, now, strict=True) if a.tensor is not b.tensor]
         if any(a.name != b.name or b.fixed for a, b in moved):
@@ -141,8 +141,8 @@ class RecordedRound:
         for there, slot in moved:
             there.tensor.copy_(slot.tensor)
             slot.holder[slot.key] = there.tensor
-        new = [name for name, x in given.items() if x is not self.given[name]]
-        copy_all([self.given[name] for name in new], [given[name] for name in new])
+        new = [name for name, x in tensors.items() if x is not self.given[name]]
+        copy_all([self.given[name] for name in new], [tensors[name] for name in new])
         self.slots = [b._replace(tensor=a.tensor) for a, b in zip(self.slots, now, strict=True)]
         return True
 
@@ -212,9 +212,9 @@ class GraphRound:
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams
     ) -> RecordedRound | None:
         """The recorded round, if it has the same form as the previous round."""
-        given = feedback.tensors()
+        tensors = feedback.tensors()
         places = [(id(slot.tensor), slot.name) for slot in _state(parts, progress)]
-        form = places, list(given), _forms(given.values())
+        form = places, list(tensors), _forms(tensors.values())
         alike, self.last = form == self.last, form
         self.tries += 1
         why = "its rounds are not alike"

@@ -77,9 +77,9 @@ def used() -> Path | None:
     # imported here, since it takes a moment
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    given = os.environ.get(VARIABLE)
+    chosen = os.environ.get(VARIABLE)
     # PyTorch sets the variable to its default
-    return Path(given) if given and given != default_cache_dir() else None
+    return Path(chosen) if chosen and chosen != default_cache_dir() else None
 
 
 def leave(error: BaseException) -> None:

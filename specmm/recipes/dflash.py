@@ -72,8 +72,8 @@ def dflash(
     begun = training.begun(model, "block", recipe)
     target = begun.target
     if start is not None:
-        if given := [name for name in SIZES if name in recipe.chosen]:
-            raise ValueError(f"start brings the drafter's own sizes, leave out {given[0]}")
+        if chosen_sizes := [name for name in SIZES if name in recipe.chosen]:
+            raise ValueError(f"start brings the drafter's own sizes, leave out {chosen_sizes[0]}")
         check_target(read_json(start / "config.json"), target.model, start)
         drafter = with_memory(load_dflash(start, torch.float32).to(target.device), recurrent)
     else:

@@ -188,8 +188,8 @@ def _draw(
 
     def drawn(i: int, part: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1_000_003 * seed + i)
-        given: dict[str, Any] = dict(batch_size=len(part), output_type="latent", cfg=cfg)
-        tokens: Tensor = pipe(part.tolist(), generator=generator, **given).tokens
+        options: dict[str, Any] = dict(batch_size=len(part), output_type="latent", cfg=cfg)
+        tokens: Tensor = pipe(part.tolist(), generator=generator, **options).tokens
         return tokens
 
     parts = enumerate(tqdm(labels.split(AT_ONCE), desc="draw"))
@@ -295,8 +295,8 @@ def train_block(
         last = target.config.block_size - config.levels
         return torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
 
-    given = (drafter, target, tokens, labels, run, losses, drawn)
-    _learn(*given, batch=batch, dropout=dropout, seed=seed)
+    common = (drafter, target, tokens, labels, run, losses, drawn)
+    _learn(*common, batch=batch, dropout=dropout, seed=seed)
     return drafter
 
 
@@ -461,8 +461,8 @@ def train_eagle(
         shape = (batch, length - 1, target.config.dim)
         return (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
 
-    given = (head, target, tokens, labels, run, torch.compile(loss_of), drawn)
-    _learn(*given, batch=batch, dropout=CLASS_DROPOUT, seed=seed)
+    common = (head, target, tokens, labels, run, torch.compile(loss_of), drawn)
+    _learn(*common, batch=batch, dropout=CLASS_DROPOUT, seed=seed)
     return head
 
 

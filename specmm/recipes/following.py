@@ -98,7 +98,7 @@ def evidence(
     and distributions on them.
     """
     target = VLMTarget(model, Processor(temperature), "target")
-    given, prompt = prompt, prompt.to(target.device, target.dtype)
+    on_cpu, prompt = prompt, prompt.to(target.device, target.dtype)
     stop = EndTokens(ends, target.device)
     length = prompt.max_new_tokens
     *_, end = decode_plain(target, prompt, length, row_uniforms(prompt), stop=stop)
@@ -107,7 +107,7 @@ def evidence(
         list(takewhile(lambda i: i not in pictures, end.row(row).tolist()))
         for row in range(len(end.tokens))
     ]
-    together, _ = answered(given, texts, [[True] * len(ids) for ids in texts])
+    together, _ = answered(on_cpu, texts, [[True] * len(ids) for ids in texts])
     target.wants_context = True
     aux = AuxStates(list(target.family.layers), lambda: target.running)
     target.prefill(replace(together, max_new_tokens=1).to(target.device, target.dtype), 0)
@@ -405,14 +405,14 @@ def traced(seen: Evidence, kept: Tensor, facts: dict[str, Any]) -> Trace:
     return Trace(seen.chains(kept.float()).cpu(), *counts, facts)
 
 
-def chances(p: Tensor, q: Tensor, given: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
+def chances(p: Tensor, q: Tensor, tokens: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
     """The probability [R, K] that the draft of each rank is accepted, if the next token is
-    ``given`` [R], drawn from ``p`` [R, V], and drafts are drawn from ``q`` [R, V] without
+    ``tokens`` [R], drawn from ``p`` [R, V], and drafts are drawn from ``q`` [R, V] without
     replacement and verified in turn (:class:`specmm.verify.Recursive`).
 
     An unbiased estimate: each rejected draft is drawn once instead of averaging over all.
     """
-    at = given[:, None]
+    at = tokens[:, None]
     probs = p.gather(1, at).clamp(min=1e-30)
     left = p.clone()  # the part of p that drafts so far have not taken
     columns = []

@@ -44,17 +44,17 @@ def pictures(place: str, names: Sequence[str], count: int, side: int) -> Picture
     if not place:
         return Pictures(None, np.arange(count))
     root = Path(place).expanduser()
-    given = open_pictures(root)
-    folders = [file.path.relative_to(root).parts[:-1] for file in given.files]
+    opened = open_pictures(root)
+    folders = [file.path.relative_to(root).parts[:-1] for file in opened.files]
     if not all(folders):
         raise ValueError(
             "data must be a folder with a folder of pictures for each class, got "
-            f"{given.files[folders.index(())]} in none"
+            f"{opened.files[folders.index(())]} in none"
         )
-    if given.left_out:
-        log.warning("data in %s: %s", root, given.counts())
+    if opened.left_out:
+        log.warning("data in %s: %s", root, opened.counts())
     labels = class_ids([folder[0] for folder in folders], names, count)
-    images = [np.asarray(ImageOps.fit(Image.fromarray(p), (side, side))) for p in given]
+    images = [np.asarray(ImageOps.fit(Image.fromarray(p), (side, side))) for p in opened]
     return Pictures(np.stack(images), np.array(labels))
 
 

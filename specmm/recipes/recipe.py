@@ -55,9 +55,9 @@ class Places:
     places: list[str]
     open: Callable[..., Any]
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """The data, read by the recipe's ``open``."""
-        return self.open(self.places, *given)
+        return self.open(self.places, *arguments)
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class Recipe:
         hints = _hints(self.function())
         return {name: hint for name, hint in hints.items() if name not in ("return", "recipe")}
 
-    def having(self, given: Mapping[str, Any]) -> Recipe:
+    def having(self, chosen: Mapping[str, Any]) -> Recipe:
         """This recipe with settings that the user chose; raises ``ValueError`` for unknown ones."""
         kinds = self.kinds()
-        for name in given:
+        for name in chosen:
             if name not in kinds:
                 raise unknown(f"setting of recipe {self.name}", name, kinds)
-        return replace(self, settings={**self.settings, **given}, chosen=self.chosen | set(given))
+        return replace(self, settings={**self.settings, **chosen}, chosen=self.chosen | set(chosen))
 
     def run(self) -> Found:
         """Run the training; raises ``ValueError`` for missing or invalid settings."""
@@ -117,13 +117,13 @@ class Recipe:
                 settings[name] = Places(places, named(self.open))
             else:
                 settings[name] = _fitting(name, value, kind)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, hint in self._hints().items():
             values = {field: settings[field] for field in _fields(hint)}
-            given[name] = hint(**values) if values else settings[name]
+            arguments[name] = hint(**values) if values else settings[name]
         if "recipe" in function.__annotations__:
-            given["recipe"] = replace(self, settings=settings)
-        return function(**given)
+            arguments["recipe"] = replace(self, settings=settings)
+        return function(**arguments)
 
 
 def recipes() -> dict[str, Path]:

@@ -198,9 +198,9 @@ class Begun:
         """The model's own tokenizer."""
         return load_tokenizer(weights_folder(self.folder))
 
-    def mask(self, given: int | None) -> int:
-        """The mask token, ``given`` or the tokenizer's; raises ``ValueError`` without either."""
-        mask = self.tokenizer.mask_token_id if given is None else given
+    def mask(self, token: int | None) -> int:
+        """The mask ``token``, or the tokenizer's; raises ``ValueError`` without either."""
+        mask = self.tokenizer.mask_token_id if token is None else token
         if mask is None:
             raise ValueError(
                 "tokenizer must have a mask token for a block drafter, got none; "

@@ -108,14 +108,14 @@ class Source(Data):
         Raises ``ValueError`` for settings that do not suit the model, and without any data.
         """
         settings = {"data": self.data.places, "text": self.text, "chats": self.chats}
-        given = [name for name, value in settings.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"give {given[0]} or {given[1]}, not both")
-        if sees(begun.folder) and given != ["data"]:
-            got = f"{given[0]}, which is for models that read text alone" if given else "none"
+        sources = [name for name, value in settings.items() if value]
+        if len(sources) > 1:
+            raise ValueError(f"give {sources[0]} or {sources[1]}, not both")
+        if sees(begun.folder) and sources != ["data"]:
+            got = f"{sources[0]}, which is for models that read text alone" if sources else "none"
             raise ValueError(f"data must be given of chats that show pictures, got {got}")
         with one_first():
-            return self._chats(begun) if given == ["data"] else self._texts(begun)
+            return self._chats(begun) if sources == ["data"] else self._texts(begun)
 
     def _chats(self, begun: Begun) -> Lessons:
         """Training data from chats, a share of them with the target's own answers."""

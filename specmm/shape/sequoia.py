@@ -129,11 +129,11 @@ def _build(splits: Splits, total: int) -> list[int]:
         for node, budget in level:
             left = budget
             for share in ranks:
-                given = int(share[left])
-                if given == 0:
+                size = int(share[left])
+                if size == 0:
                     break
-                below.append((len(parents), given - 1))
+                below.append((len(parents), size - 1))
                 parents.append(node)
-                left -= given
+                left -= size
         level = below
     return parents

@@ -103,12 +103,12 @@ class TextPipeline(Pipeline):
         Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):
-            given = self.options(options)
-            work = self._work(prompts, given)
+            settings = self.options(options)
+            work = self._work(prompts, settings)
             if work is not None:
-                given = replace(given, compiled=self._pays(work, prompts, given))
+                settings = replace(settings, compiled=self._pays(work, prompts, settings))
             start = time.perf_counter()
-            run = self._start(given, prompts)
+            run = self._start(settings, prompts)
             texts, tokens, end = run.finish(streamer)
             output = run.told(tokens, end)
             if work is not None:
@@ -145,8 +145,8 @@ class TextPipeline(Pipeline):
         """The method that ``auto`` chooses for ``prompts`` after it has tried all on whole answers,
         and why; ``records`` holds the measurements.
         """
-        given = self.options({**options, "method": methods.Auto()})
-        return self._start(given, prompts, share=math.inf).method
+        settings = self.options({**options, "method": methods.Auto()})
+        return self._start(settings, prompts, share=math.inf).method
 
     def prepared(
         self, prompts: str | Sequence[str] | None = None, **options: Any
@@ -161,12 +161,12 @@ class TextPipeline(Pipeline):
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
-        given = texts_of("prompt", prompts)
-        if not given or not all(given):
+        texts = texts_of("prompt", prompts)
+        if not texts or not all(texts):
             raise ValueError("prompt must not be empty, got nothing to continue; give some text")
         if not chat:
-            return [self._raw(text) for text in given]
-        return [self._marked(self.templated(text)) for text in given]
+            return [self._raw(text) for text in texts]
+        return [self._marked(self.templated(text)) for text in texts]
 
     def prompt(self, asked: Any, options: Options) -> VLMPrompt:
         return VLMPrompt({**padded(asked)}, options.max_new_tokens)

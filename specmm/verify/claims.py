@@ -165,12 +165,12 @@ def _parts(rule: Any, trees: GivenTrees) -> Iterator[_Part]:
     for recorded in (True, False):
         siblings: Siblings = getattr(rule, "siblings", None) or "distinct"
         scheme = SCHEMES[siblings] if recorded else "top"
-        given = [tree for tree, drawn in trees.given if drawn == recorded]
-        depths = {tree: _depths(tree) for tree in given}
+        chosen = [tree for tree, drawn in trees.given if drawn == recorded]
+        depths = {tree: _depths(tree) for tree in chosen}
         parts = set()
         deepest = max(map(max, depths.values()), default=0)
         for depth in range(1, deepest + 1):
-            widest = max(given, key=lambda tree: (len(_family(tree, depth)), len(tree), tree))
+            widest = max(chosen, key=lambda tree: (len(_family(tree, depth)), len(tree), tree))
             parts.add(_part(widest, depth, scheme))
         yield from (_Part(*part, recorded, scheme) for part in sorted(parts))
 

@@ -133,9 +133,9 @@ def _snapshot(wanted: Wanted, source: Source, patterns: Sequence[str], **options
     from tqdm.auto import tqdm
 
     class Quiet(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **given: Any) -> None:
-            given.pop("name", None)
-            super().__init__(*args, **{**given, "disable": True})
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": True})
 
     if options.get("dry_run"):
         options["tqdm_class"] = Quiet
@@ -246,8 +246,8 @@ def _explained(
     if isinstance(error, errors.RepositoryNotFoundError):
         return _nowhere(name, repository)
     if isinstance(error, errors.RevisionNotFoundError):
-        given = source.revision or wanted.revision
-        return ValueError(f"revision must be one of {repository}'s, got {given!r}; check it")
+        revision = source.revision or wanted.revision
+        return ValueError(f"revision must be one of {repository}'s, got {revision!r}; check it")
     why = "HF_HUB_OFFLINE is set" if _offline(error) else type(error).__name__
     also = f", and the cache lacks {lacks}" if lacks else ""
     return ValueError(

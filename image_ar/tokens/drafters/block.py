@@ -107,8 +107,8 @@ class BlockHead(nn.Module):
         ``memories``.
         """
         factors = self.rotary.at(cells)
-        given: Sequence[Memory | None] = memories or [None] * len(self.layers)
-        *earlier, final = zip(self.layers, given, strict=True)
+        layer_memories: Sequence[Memory | None] = memories or [None] * len(self.layers)
+        *earlier, final = zip(self.layers, layer_memories, strict=True)
         for layer, memory in earlier:
             x = layer(x, factors, bias, memory)
         # of features the last layer only needs keys and values

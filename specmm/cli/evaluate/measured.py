@@ -74,12 +74,12 @@ def measured(network: str) -> Callable[[Command], Command]:
 
     def wrap(function: Command) -> Command:
         @functools.wraps(function)
-        def command(reader: SourceReader, printing: Printing, **given: Any) -> None:
+        def command(reader: SourceReader, printing: Printing, **arguments: Any) -> None:
             with stdout_reserved():
-                measurements = function(reader=reader, **given)
+                measurements = function(reader=reader, **arguments)
             several = measurements if isinstance(measurements, Sequence) else [measurements]
             noted = [reader.noted(m) for m in several]
-            show(noted, printing.as_json, printing.name or name_of(given["source"]))
+            show(noted, printing.as_json, printing.name or name_of(arguments["source"]))
 
         return reading(network)(with_fields(Printing, "printing")(command))
 

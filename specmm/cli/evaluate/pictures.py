@@ -148,10 +148,10 @@ def clip(
             "CLIPScore needs the network clip and every picture; leave out --features and "
             "--skip-bad"
         )
-    given = reader.pictures(source)
-    texts, note = read_prompts(prompts, given.files)
+    pictures = reader.pictures(source)
+    texts, note = read_prompts(prompts, pictures.files)
     model = cast("CLIP", reader.extractor)
-    score = clip_score(given, texts, model, batch=reader.batch)
+    score = clip_score(pictures, texts, model, batch=reader.batch)
     return replace(score, protocol={**score.protocol, "note": note}) if note else score
 
 

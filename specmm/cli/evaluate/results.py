@@ -59,8 +59,8 @@ def vqa(
     with stdout_reserved():
         from specmm.metrics.answers import read_answers, read_predictions
 
-        given = read_predictions(predictions)
-        result = _score(metric, given, read_answers(answers), cast("Variant", variant), seed)
+        predicted = read_predictions(predictions)
+        result = _score(metric, predicted, read_answers(answers), cast("Variant", variant), seed)
     show([result], as_json, name or predictions.stem)
 
 

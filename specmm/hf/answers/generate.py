@@ -126,11 +126,11 @@ def custom_generate(
             _check(generation_config, caller.get("assistant_model"), model_kwargs)
             if streamer is not None and len(input_ids) == 1:
                 streamer.put(input_ids.cpu())  # as generate does: streamers may skip the prompt
-            given = bool(caller.get("kwargs_has_position_ids"))
+            positions_given = bool(caller.get("kwargs_has_position_ids"))
             cache = GivenCache(model_kwargs)
-            if cache.tokens and not given:  # generate's own begin where the cache ends
+            if cache.tokens and not positions_given:  # generate's own begin where the cache ends
                 model_kwargs.pop(POSITIONS, None)
-            inputs = _inputs(model_kwargs, input_ids, given) | {"input_ids": input_ids}
+            inputs = _inputs(model_kwargs, input_ids, positions_given) | {"input_ids": input_ids}
             sampled = bool(generation_config.do_sample)
             processor = PathProcessor(logits_processor, input_ids, sampled)
             target_with = cache.target(model)
@@ -192,13 +192,13 @@ class Generating:
 
 def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict[str, object]:
     """Generate's settings for certificates: those of ``config``, and the caller's processors."""
-    given = config.to_diff_dict()
+    changed = config.to_diff_dict()
     settings: dict[str, object] = {"temperature": 0.0}
     if config.do_sample:
         settings["temperature"] = 1.0 if config.temperature is None else config.temperature
     names = dict.fromkeys(["repetition_penalty", *FILTERS, *SCORES])
     named = [name for name in names if config.do_sample or name not in FILTERS]
-    settings |= {name: given[name] for name in named if given.get(name) not in (None, 0, 1)}
+    settings |= {name: changed[name] for name in named if changed.get(name) not in (None, 0, 1)}
     callers = [type(one).__name__ for one in processors if _is_callers(one)]
     return settings | ({"logits_processor": "+".join(callers)} if callers else {})
 
@@ -243,12 +243,12 @@ def _steps(
     return decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=stop)
 
 
-def _inputs(given: dict[str, Any], input_ids: Tensor, positions_given: bool) -> dict[str, Any]:
+def _inputs(arguments: dict[str, Any], input_ids: Tensor, positions_given: bool) -> dict[str, Any]:
     """The arguments of generate that are model inputs beside the prompt's ids.
 
     Raises ``ValueError`` for text positions that do not simply count the prompt's tokens.
     """
-    inputs = {k: v for k, v in given.items() if k not in NOT_INPUTS and v is not None}
+    inputs = {k: v for k, v in arguments.items() if k not in NOT_INPUTS and v is not None}
     if POSITIONS in inputs and inputs[POSITIONS].ndim < 3:
         positions = inputs.pop(POSITIONS)  # of text: the target counts them itself
         mask = inputs.get("attention_mask", torch.ones_like(input_ids))
@@ -304,9 +304,9 @@ def _check(
         raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
     mode = config.get_generation_mode(assistant)
     if mode not in PLAIN:
-        given = {name: getattr(config, name, None) for name in INSTEAD}
-        given["assistant_model"] = assistant
-        name = next(name for name in INSTEAD if given[name] is not None)
+        settings = {name: getattr(config, name, None) for name in INSTEAD}
+        settings["assistant_model"] = assistant
+        name = next(name for name in INSTEAD if settings[name] is not None)
         raise ValueError(f"{name} must be off, got generation mode {mode.value!r}; {INSTEAD[name]}")
     if inputs.get("inputs_embeds") is not None:
         raise ValueError(
@@ -329,7 +329,7 @@ def _check(
 
 
 def _joined(
-    input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig, given: GivenCache
+    input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig, cache: GivenCache
 ) -> Any:
     """Prompts and answers [B, L + T], padded as generate does; T defaults to the longest answer."""
     width = int(end.counts.max()) if width is None else width
@@ -340,6 +340,6 @@ def _joined(
     sequences: Any = torch.cat([input_ids, answers], dim=1)
     if config.return_dict_in_generate:
         output: Any = GenerateDecoderOnlyOutput(sequences=sequences)
-        output[next(name for name in CACHES if hasattr(output, name))] = given.cache
+        output[next(name for name in CACHES if hasattr(output, name))] = cache.cache
         return output
     return sequences

@@ -31,8 +31,8 @@ KINDS = (DynamicLayer, StaticLayer)  # layers that keep all keys and values
 class GivenCache:
     """The cache among a call's arguments ``given``; see :func:`specmm.custom_generate`."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
         new = cache is None or not getattr(cache, "_is_user_defined", False)  # generate's, empty
         self.cache: TransformersCache | None = None if new else cache
         layers: Any = getattr(self.cache, "layers", ())

@@ -98,8 +98,8 @@ class Pipeline:
         self.name = name
         method, drafter = with_own(self.registry, method, drafter)
         self.method = methods.make(self.registry, method)
-        given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
-        self.drafters = Drafters(folder, name, self.model, given)
+        drafters = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
+        self.drafters = Drafters(folder, name, self.model, drafters)
         self.records = {}
         self.kept = KeptRounds()
 
@@ -206,13 +206,12 @@ class Pipeline:
         """The tokenizer, or the processor that holds it."""
         return self.tokenizer
 
-    def options(self, given: Mapping[str, Any]) -> Options:
-        """The options of a call from those ``given``; by default the repetition penalty, stop texts
-        and settings that change all scores are the checkpoint's own. Raises ``ValueError`` as
-        :meth:`Options.of`.
+    def options(self, call_options: Mapping[str, Any]) -> Options:
+        """The ``call_options``, by default with the checkpoint's own repetition penalty, stop texts
+        and settings that change all scores. Raises ``ValueError`` as :meth:`Options.of`.
         """
-        options = Options.of(given, **own_settings(self.model), **self.usual)
-        if idle := idle_options(given, options.method or self.method):
+        options = Options.of(call_options, **own_settings(self.model), **self.usual)
+        if idle := idle_options(call_options, options.method or self.method):
             problem = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
             warnings.warn(problem, IdleOption, stacklevel=2)
         return options
@@ -308,9 +307,9 @@ class Pipeline:
             return str(method.name)
         kind = method_of(drafter)
         if kind not in KINDS or kind not in cls.registry:
-            given = drafter if isinstance(drafter, Path) else f"a {type(drafter).__name__}"
+            got = drafter if isinstance(drafter, Path) else f"a {type(drafter).__name__}"
             raise ValueError(
-                f"drafter must be of a method here, got {given} for method {kind or 'none'}; give "
+                f"drafter must be of a method here, got {got} for method {kind or 'none'}; give "
                 f"one of {', '.join(name for name in KINDS if name in cls.registry)}, or name the "
                 "method"
             )

@@ -131,8 +131,8 @@ def _type(folder: ModelFolder) -> str:
 
 
 def _is_dflash(folder: ModelFolder) -> bool:
-    given = {**folder.facts, **(folder.facts.get("dflash_config") or {})}
-    return "dflash_config" in folder.facts or all(name in given for name in DFLASH)
+    values = {**folder.facts, **(folder.facts.get("dflash_config") or {})}
+    return "dflash_config" in folder.facts or all(name in values for name in DFLASH)
 
 
 def _is_msd(folder: ModelFolder) -> bool:

@@ -254,12 +254,12 @@ def preset_of(method: methods.Composed) -> Method:
     if "rule" not in options(preset_method.name):
         able = [name for name in methods.GENERATE if "rule" in options(name)]
         raise unknown("drafter that takes any tree and rule", choice.drafter, able)
-    given: dict[str, Any] = {"rule": choice.rule, "tree": choice.tree or preset_method.tree}
-    if not given["tree"]:
+    changes: dict[str, Any] = {"rule": choice.rule, "tree": choice.tree or preset_method.tree}
+    if not changes["tree"]:
         raise ValueError(f"drafter {choice.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
     if "sampled" in options(preset_method.name):
-        given["sampled"] = True
-    return dataclasses.replace(preset_method, **given)
+        changes["sampled"] = True
+    return dataclasses.replace(preset_method, **changes)
 
 
 def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:

@@ -172,7 +172,7 @@ def _sizes(facts: Facts, qwen: bool, source: object) -> PreTrainedConfig:
             f"{', '.join(missing)}"
         )
     kind: Any = Qwen3Config if qwen else LlamaConfig
-    given = {name: facts[name] for name in SIZES if facts.get(name) is not None}
+    named = {name: facts[name] for name in SIZES if facts.get(name) is not None}
     defaults = {
         "num_hidden_layers": 1,
         "num_key_value_heads": facts["num_attention_heads"],
@@ -188,18 +188,18 @@ def _sizes(facts: Facts, qwen: bool, source: object) -> PreTrainedConfig:
             f"{source} must have rotary positions of type {', '.join(TURNED)}, got "
             f"{rope['rope_type']!r}"
         )
-    return kind(**{**defaults, **given}, rope_parameters=rope, attn_implementation="sdpa")
+    return kind(**{**defaults, **named}, rope_parameters=rope, attn_implementation="sdpa")
 
 
 def _rope(facts: Facts) -> dict[str, Any]:
     """Rotary positions as transformers 5 writes them, whichever version wrote ``facts``."""
-    given = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
-    kind = given.pop("type", "default")
-    given.setdefault("rope_type", kind)
-    if given["rope_type"] == "mrope":
-        given["rope_type"] = "default"
-    given.setdefault("rope_theta", float(facts.get("rope_theta") or 10000.0))
-    return given
+    parameters = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
+    kind = parameters.pop("type", "default")
+    parameters.setdefault("rope_type", kind)
+    if parameters["rope_type"] == "mrope":
+        parameters["rope_type"] = "default"
+    parameters.setdefault("rope_theta", float(facts.get("rope_theta") or 10000.0))
+    return parameters
 
 
 def _mask(facts: Facts, source: object) -> int:
@@ -237,8 +237,8 @@ def save_eagle3(
         state = _flat_state(state, head.config)
     if target is not None:
         facts["target_fingerprint"] = fingerprint(embeddings_of(target))
-    given = {theirs: getattr(head.config, ours) for ours, theirs, _ in FIELDS}
-    facts = {name: value for name, value in given.items() if value} | facts
+    fields = {theirs: getattr(head.config, ours) for ours, theirs, _ in FIELDS}
+    facts = {name: value for name, value in fields.items() if value} | facts
     write_checkpoint(state, facts, folder, dtype)
     write_acceptance(head.acceptance, Path(folder))
 

@@ -92,11 +92,11 @@ def layers_named(facts: Facts) -> tuple[int, ...]:
     speculators counts states, where state 0 is the embeddings. The nested fields of z-lab and
     SpecForge, transformers' assistants and our own files count layers.
     """
-    given = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
-    if states := given.get(STATES) or facts.get(f"eagle_{STATES}"):
+    values = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
+    if states := values.get(STATES) or facts.get(f"eagle_{STATES}"):
         return tuple(int(number) - 1 for number in states)
     names = ("target_layer_ids", "aux_layers", f"eagle_{STATES}")
-    return tuple(int(i) for i in next((given[name] for name in names if given.get(name)), ()))
+    return tuple(int(i) for i in next((values[name] for name in names if values.get(name)), ()))
 
 
 def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
@@ -147,8 +147,8 @@ def plain_rope(facts: Facts, base: float, windows: bool = False) -> dict[str, An
     )
     if slides and not windows:
         raise ValueError("every layer must have full attention, got layers with a sliding window")
-    given = {"rope_theta": base, **rope, **facts}["rope_theta"]
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(given)}}
+    theta = {"rope_theta": base, **rope, **facts}["rope_theta"]
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(theta)}}
 
 
 def read_acceptance(folder: Path) -> dict[float, Acceptance]:

@@ -64,9 +64,9 @@ class Wanted:
             "number of layers": (self.layers, text.num_hidden_layers),
         }
         why = [
-            f"it needs a target of {what} {wanted}, got {given}"
-            for what, (wanted, given) in misfits.items()
-            if wanted is not None and wanted != given
+            f"it needs a target of {what} {needs}, got {has}"
+            for what, (needs, has) in misfits.items()
+            if needs is not None and needs != has
         ]
         if self.reads and max(self.reads) >= text.num_hidden_layers:
             why.append(
@@ -201,8 +201,8 @@ class _Reader:
         return f"specmm {run} MODEL --method {known[0]} --drafter {path}"
 
     def _size(self, what: str) -> int | None:
-        given = (self.folder.layer.get(name) for name in SIZES[what])
-        return next((int(value) for value in given if isinstance(value, int)), None)
+        values = (self.folder.layer.get(name) for name in SIZES[what])
+        return next((int(value) for value in values if isinstance(value, int)), None)
 
     def _sizes(self) -> dict[str, int | str]:
         """Sizes by name from the config, and parameters, dtype and bytes of the weights."""

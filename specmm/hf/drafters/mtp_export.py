@@ -35,8 +35,8 @@ def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
     tuned = own_weights(load_layers(folder, target).model)
     main = named_layers(target, place)
     pattern: Any = MtpModel.get_mtp_weights_regex(main)
-    given = {name: x for name, x in read_state(place).items() if pattern.search(name)}
-    written = _placed(tuned, _numbered(given, target, place), given)
+    stored = {name: x for name, x in read_state(place).items() if pattern.search(name)}
+    written = _placed(tuned, _numbered(stored, target, place), stored)
     out.mkdir(parents=True, exist_ok=True)
     for name in CONFIGS:
         if (place / name).is_file():
@@ -55,16 +55,16 @@ def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
     )
 
 
-def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
+def _numbered(stored: State, target: PreTrainedModel, place: Path) -> State:
     """For each weight of the loaded layers, the numbers of its entries among all entries of the
-    weights ``given``, counted in the order of :func:`_order`.
+    ``stored`` weights, counted in the order of :func:`_order`.
     """
     numbers: State = {}
     begin = 0
-    for name in _order(given):
-        size = given[name].numel()
+    for name in _order(stored):
+        size = stored[name].numel()
         counted = torch.arange(begin, begin + size, dtype=torch.float64)
-        numbers[name] = counted.view(given[name].shape)
+        numbers[name] = counted.view(stored[name].shape)
         begin += size
     with TemporaryDirectory() as folder:
         there = Path(folder)
@@ -77,19 +77,19 @@ def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
     return {k: x for k, x in weights.items() if len(x.unique()) == x.numel() and not (x % 1).any()}
 
 
-def _order(given: State) -> list[str]:
-    """The names of the weights ``given``, small weights first: some must stay float32, which
+def _order(weights: State) -> list[str]:
+    """The names of ``weights``, small ones first: some must stay float32, which
     represents only small integers exactly.
     """
-    return sorted(given, key=lambda name: (given[name].numel(), name))
+    return sorted(weights, key=lambda name: (weights[name].numel(), name))
 
 
-def _placed(tuned: State, numbers: State, given: State) -> State:
-    """The weights ``given``, with the ``tuned`` weights at the positions in ``numbers``."""
+def _placed(tuned: State, numbers: State, stored: State) -> State:
+    """The ``stored`` weights, with the ``tuned`` weights at the positions in ``numbers``."""
     widest = max((x.dtype for x in tuned.values()), key=lambda dtype: torch.finfo(dtype).bits)
-    flat = torch.cat([given[name].flatten().to(widest) for name in _order(given)])
+    flat = torch.cat([stored[name].flatten().to(widest) for name in _order(stored)])
     for name, places in numbers.items():
         flat[places.long().flatten()] = tuned[name].flatten().to(flat)
-    sizes = [given[name].numel() for name in _order(given)]
-    parts = zip(_order(given), flat.split(sizes), strict=True)
-    return {name: x.view(given[name].shape).to(given[name].dtype).clone() for name, x in parts}
+    sizes = [stored[name].numel() for name in _order(stored)]
+    parts = zip(_order(stored), flat.split(sizes), strict=True)
+    return {name: x.view(stored[name].shape).to(stored[name].dtype).clone() for name, x in parts}

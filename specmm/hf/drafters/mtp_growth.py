@@ -33,8 +33,8 @@ class LayerGrowth(Growth):
 
     last: Tensor
 
-    def __init__(self, layers: int, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, layers: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.count = min(layers, self.max_depth)
         self.before = self.max_depth + 1
 

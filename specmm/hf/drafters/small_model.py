@@ -56,9 +56,9 @@ class SmallModel:
             return drafter
         # a compiled or adapted model wraps one of transformers
         if not (isinstance(drafter, nn.Module) and hasattr(drafter, "config")):
-            given = type(drafter).__name__
+            got = type(drafter).__name__
             raise ValueError(
-                f"drafter must be a transformers model, got {given}; load one and give it"
+                f"drafter must be a transformers model, got {got}; load one and give it"
             )
         return cls(cast(PreTrainedModel, drafter))
 

@@ -98,11 +98,11 @@ class Placing:
         )
         if quantised and device_map is None and place.where.type != "cpu":
             device_map = {"": str(place.where)}
-        given = dict(
+        options = dict(
             device_map=device_map, quantization_config=quantization_config, variant=variant
         )
         return cls(
-            place, folder, {name: value for name, value in given.items() if value is not None}
+            place, folder, {name: value for name, value in options.items() if value is not None}
         )
 
     @cached_property

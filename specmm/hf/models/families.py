@@ -145,8 +145,8 @@ class Family:
     def head_dim(self) -> int:
         """D, the width of an attention head."""
         config = self.config
-        given = getattr(config, "head_dim", None)
-        return int(given or config.hidden_size // config.num_attention_heads)
+        width = getattr(config, "head_dim", None)
+        return int(width or config.hidden_size // config.num_attention_heads)
 
     @property
     def inner(self) -> int:
@@ -381,8 +381,8 @@ class Family:
         if not self.mrope:
             return {}, none
         if prompt.inputs.get(POSITIONS) is not None:
-            given = prompt.inputs[POSITIONS]
-            return {POSITIONS: given}, _after(given, prompt.lengths) - prompt.lengths
+            stated = prompt.inputs[POSITIONS]
+            return {POSITIONS: stated}, _after(stated, prompt.lengths) - prompt.lengths
         types = prompt.inputs.get("mm_token_type_ids")
         if types is None:  # 1 stands for a picture's token, 2 for a video's
             kinds = enumerate(self.image_tokens, start=1)
@@ -407,19 +407,19 @@ class Family:
         takes = POSITIONS in inspect.signature(model.forward).parameters
         if takes and rest.get(POSITIONS) is None:
             rest[POSITIONS] = model._prepare_position_ids_for_generation(ids, dict(rest))
-        given = model.prepare_inputs_for_generation(
+        prepared = model.prepare_inputs_for_generation(
             ids, is_first_iteration=True, use_cache=True, **{self.cache_name: past}, **rest
         )
-        given = {name: value for name, value in given.items() if name not in DROPPED}
-        if given.get(POSITIONS) is None:
-            return given, torch.full_like(ids[:, 0], ids.shape[1])
-        following = given[POSITIONS][..., -1] + 1
-        return given, following.expand(*following.shape[:-1], len(ids))
+        prepared = {name: value for name, value in prepared.items() if name not in DROPPED}
+        if prepared.get(POSITIONS) is None:
+            return prepared, torch.full_like(ids[:, 0], ids.shape[1])
+        following = prepared[POSITIONS][..., -1] + 1
+        return prepared, following.expand(*following.shape[:-1], len(ids))
 
-    def run(self, given: dict[str, Any]) -> tuple[Tensor, Any]:
+    def run(self, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The decoder's last states [R, L, C] in a forward of the body, and the body's output."""
         if self.body is not self.model:
-            output = self.body(use_cache=True, **given)
+            output = self.body(use_cache=True, **inputs)
             return output.last_hidden_state, output
         states = []  # the model names no body: its head is run, too
 
@@ -428,7 +428,7 @@ class Family:
 
         handle = self.decoder.register_forward_hook(see)
         try:
-            output = self.body(use_cache=True, logits_to_keep=1, **given)
+            output = self.body(use_cache=True, logits_to_keep=1, **inputs)
         finally:
             handle.remove()
         return states[-1], output
@@ -441,11 +441,11 @@ class Family:
         rest = {name: value for name, value in inputs.items() if name != "input_ids"}
         ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -1:]], dim=1)
         rest = model._update_model_kwargs_for_generation(output, rest, is_encoder_decoder=False)
-        given = model.prepare_inputs_for_generation(
+        following = model.prepare_inputs_for_generation(
             ids, next_sequence_length=1, use_cache=True, **rest
         )
         known = {*DROPPED, "input_ids", "attention_mask", POSITIONS}
-        return {k: v for k, v in given.items() if k not in known and isinstance(v, Tensor)}
+        return {k: v for k, v in following.items() if k not in known and isinstance(v, Tensor)}
 
     def spread(self, positions: Tensor) -> Tensor:
         """Positions [B, N] or [parts, B, N] as the decoder takes them: under M-RoPE in parts, which
@@ -523,8 +523,8 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     handle = head_of(model).register_forward_hook(add_known)
     try:
         with torch.inference_mode():
-            given = {"input_ids": input_ids.to(model.device), cache_name(model): cache}
-            logits: Tensor = model(**given, use_cache=True).logits
+            inputs = {"input_ids": input_ids.to(model.device), cache_name(model): cache}
+            logits: Tensor = model(**inputs, use_cache=True).logits
     finally:
         handle.remove()
     if len(runs) != 1:

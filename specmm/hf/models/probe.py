@@ -94,12 +94,12 @@ def _reads_pictures(model: PreTrainedModel) -> bool:
     return model.config is not model.config.get_text_config()
 
 
-def _way(model: PreTrainedModel, answer: Answer, given: str) -> Way:
+def _way(model: PreTrainedModel, answer: Answer, where: str) -> Way:
     """The way in ``answer``; raises ``ValueError`` if that is the reason why there is none."""
     if isinstance(answer, Way):
         return answer
     raise ValueError(
-        f"model type {model.config.model_type!r} cannot be accelerated here{given}: {answer}; let "
+        f"model type {model.config.model_type!r} cannot be accelerated here{where}: {answer}; let "
         "transformers' own generate answer"
     )
 
@@ -231,8 +231,8 @@ def _embeds_alike(family: Family) -> bool:
         return True  # a GPU that is asked for these computes nothing more
     embedded: list[Tensor] = []
 
-    def see(_: nn.Module, __: object, given: dict[str, Any]) -> None:
-        embedded.append(given["inputs_embeds"])
+    def see(_: nn.Module, __: object, arguments: dict[str, Any]) -> None:
+        embedded.append(arguments["inputs_embeds"])
 
     handle = family.decoder.register_forward_pre_hook(see, with_kwargs=True)
     try:

@@ -218,11 +218,11 @@ class VLMTarget:
             self.way = way_of(self.model, prompt, self._probing)
         self.make_room(prompt, scratch)
         self.cache.aim(0, prompt.width)
-        given = self._given(prompt)
-        given[self.family.cache_name] = self.past
+        inputs = self._given(prompt)
+        inputs[self.family.cache_name] = self.past
         finding = nullcontext() if self.recurrent is None else self.recurrent.prefill()
         with self._watch_embeddings(prompt), self._runs(), finding:
-            states, output = self.family.run(given)  # [R, L, C]
+            states, output = self.family.run(inputs)  # [R, L, C]
         if self.way.left and self.way.whole:
             self.each = self.family.each_token(self.each, output)
         hidden = self._drafters_states(states)
@@ -305,10 +305,10 @@ class VLMTarget:
             self.places -= first[:, None]
             self._hide(torch.arange(prompt.width, device=self.device) < first[:, None])
         self.begins.fill_(prompt.width)
-        given, following = self.family.own_inputs(inputs, self.past)
+        own_inputs, following = self.family.own_inputs(inputs, self.past)
         self.offsets = following - prompt.width
         self.each = inputs
-        return given
+        return own_inputs
 
     def _hide(self, padding: Tensor) -> None:
         """Hide each row's slots of ``padding`` [R, L], which precede the prompt."""

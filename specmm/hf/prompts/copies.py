@@ -54,8 +54,8 @@ def _prepare(things: Any, memo: dict[int, Any]) -> None:
     functions = [x for x in reached if isinstance(x, FunctionType) and not _of_a_library(x)]
     for function in functions:
         cells_copied = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
-        given = (function.__code__, function.__globals__, function.__name__)
-        memo[id(function)] = FunctionType(*given, closure=cells_copied)
+        parts = (function.__code__, function.__globals__, function.__name__)
+        memo[id(function)] = FunctionType(*parts, closure=cells_copied)
     for cell, copied_cell in cells.values():
         for content in gc.get_referents(cell):  # none of an empty one
             copied_cell.cell_contents = copy.deepcopy(content, memo)

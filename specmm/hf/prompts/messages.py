@@ -120,10 +120,10 @@ def joined(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def chats_of(given: Any) -> list[Chat]:
-    """The chats in ``given``, one list of messages or several; ``ValueError`` for anything else."""
-    several = isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple)
-    return [Chat.of(messages) for messages in (given if several else [given])]
+def chats_of(value: Any) -> list[Chat]:
+    """The chats in ``value``, one list of messages or several; ``ValueError`` for anything else."""
+    several = isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple)
+    return [Chat.of(messages) for messages in (value if several else [value])]
 
 
 def written(

@@ -163,18 +163,18 @@ class Options:
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], **defaults: Any) -> Options:
-        """The options ``given`` by name; raises ``ValueError`` for an unknown one."""
-        given = _unpacked(given)
+    def of(cls, call_options: Mapping[str, Any], **defaults: Any) -> Options:
+        """The options of a call by name; raises ``ValueError`` for an unknown one."""
+        call_options = _unpacked(call_options)
         known = [f.name for f in dataclasses.fields(cls) if f.name != "more"]
         more = {**defaults.pop("more", {})}
-        for name in given.keys() - set(known):
+        for name in call_options.keys() - set(known):
             if name in OF_GENERATE:
                 raise ValueError(f"unknown option {name!r} of generate; {OF_GENERATE[name]}")
             if name not in OTHERS:
                 raise unknown("option", name, [*known, *OTHERS], OPTION)
-            more[name] = given[name]
-        known_options = {name: value for name, value in given.items() if name in known}
+            more[name] = call_options[name]
+        known_options = {name: value for name, value in call_options.items() if name in known}
         more = {name: value for name, value in more.items() if value}  # 0 and the like are off
         options = cls(**{**defaults, **known_options}, more=more)
         if options.grammar is not None or more:
@@ -248,17 +248,17 @@ def own_settings(model: Any) -> dict[str, Any]:
     )
 
 
-def idle_options(given: Mapping[str, Any], method: Any) -> list[str]:
-    """Names of ``given`` options that have no effect because decoding is greedy. A ``method`` of
+def idle_options(call_options: Mapping[str, Any], method: Any) -> list[str]:
+    """Names of ``call_options`` that have no effect because decoding is greedy. A ``method`` of
     several models still uses its seed, to break ties.
     """
-    given = _unpacked(given)
-    if given.get("temperature"):
+    call_options = _unpacked(call_options)
+    if call_options.get("temperature"):
         return []
     kind = KINDS.get(getattr(method, "name", method))
     seeds = () if kind is not None and kind.judge else ("seed", "generator")
-    drawn = [name for name in seeds if given.get(name) is not None]
-    return [name for name in FILTERS if given.get(name) not in (None, 0, 1)] + drawn
+    drawn = [name for name in seeds if call_options.get(name) is not None]
+    return [name for name in FILTERS if call_options.get(name) not in (None, 0, 1)] + drawn
 
 
 def _short(value: Any) -> Any:
@@ -270,9 +270,9 @@ def _short(value: Any) -> Any:
     return "+".join(dict.fromkeys(named)) or f"of {len(items)}"
 
 
-def _unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options ``given``, with a ``generation_config`` among them replaced by its settings."""
-    unpacked = dict(given)
+def _unpacked(call_options: Mapping[str, Any]) -> dict[str, Any]:
+    """``call_options`` with a ``generation_config`` among them replaced by its settings."""
+    unpacked = dict(call_options)
     config = unpacked.pop(CONFIG, None)
     if config is None:
         return unpacked

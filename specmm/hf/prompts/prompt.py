@@ -137,8 +137,8 @@ class VLMPrompt:
 
     def next_positions(self) -> Tensor:
         """Positions [B] of the token after each row, with M-RoPE and given positions."""
-        given: Tensor = self.inputs[POSITIONS]
-        return given.amax(0).masked_fill(~self.mask, -1).amax(1) + 1
+        positions: Tensor = self.inputs[POSITIONS]
+        return positions.amax(0).masked_fill(~self.mask, -1).amax(1) + 1
 
     def extended(self, tokens: Tensor) -> VLMPrompt:
         """A copy with ``tokens`` [B] appended to the rows, and room for one token less."""

@@ -70,8 +70,8 @@ class Seen:
         """This, padded by ``count`` positions a row for blocks at its end, unless all is learnt."""
         if bool(self.mask[:, :-1].all()):
             return self
-        given = vars(self).items()
-        return Seen(**{name: F.pad(x, (0, 0) * (x.ndim - 2) + (0, count)) for name, x in given})
+        tensors = vars(self).items()
+        return Seen(**{name: F.pad(x, (0, 0) * (x.ndim - 2) + (0, count)) for name, x in tensors})
 
 
 def seen_of(
