@@ -207,8 +207,8 @@ class StepsDrafter(SourceDrafter):
             logits = self.source.logits(feedback, self.max_depth)
             drafts = feedback.token.new_empty(len(feedback.token), 0)
             probs: list[Tensor] = []
-            for place, piece in enumerate(self.pieces):
-                if place:
+            for number, piece in enumerate(self.pieces):
+                if number:
                     logits = self.source.logits_after(drafts, self.max_depth - drafts.shape[1])
                 dist = self.probs(logits[:, :piece])  # [B, M, V]
                 drawn = likeliest(dist) if self.greedy else categorical(dist, uniforms.draw(piece))

@@ -263,22 +263,22 @@ class DFlashSource:
         self, place: Tensor, before: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See :class:`NextLogits`: with our memory ``place`` holds a state, otherwise logits and
-        the inputs of a release's heads.
+        what a release's heads have ``read`` there.
         """
         if self.model.recurrent is not None:
             assert self.token_table is not None
             tokens = F.embedding(before, self.token_table)
             state, memory = self.model.recurrent(place, tokens, memory)
             place = self._scored(state)
-        place, rest = place.tensor_split([self.vocabulary.count], dim=-1)
+        logits, read = place.tensor_split([self.vocabulary.count], dim=-1)
         head = self.model.markov_head
         if head is not None:
-            read = self.embed(before) if isinstance(head, DominoHead) else before
-            added, memory = head(rest.to(self.dtype), read, memory)
-            place = place + added.float()
+            tokens = self.embed(before) if isinstance(head, DominoHead) else before
+            added, memory = head(read.to(self.dtype), tokens, memory)
+            logits = logits + added.float()
         if self.model.markov is not None:
-            place = place + self.model.pairs(before).float()
-        return place, memory
+            logits = logits + self.model.pairs(before).float()
+        return logits, memory
 
 
 def read_of(target: VLMTarget) -> Tensor:

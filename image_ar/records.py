@@ -76,8 +76,8 @@ class Recorder:
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
         records = []
-        for place, (one, quick) in enumerate(zip(requests, compiled, strict=True)):
-            among = {} if len(requests) == 1 else {"rows": rows, "place": place, "batch": requests}
+        for row, (one, quick) in enumerate(zip(requests, compiled, strict=True)):
+            among = {} if len(requests) == 1 else {"rows": rows, "place": row, "batch": requests}
             if invariant:  # a program rounds by its number of rows alone
                 among = {"rows": rows} if quick else {}
             facts = {"method": label(method), "compiled": quick, **self.maker}

@@ -399,11 +399,11 @@ class PicturePipeline(ABC, Generic[M]):
         """
         if gpu_id is not None and device is not None:
             raise ValueError(f"give gpu_id or device, not both, got {gpu_id} and {device}")
-        place = named_device(device if gpu_id is None else f"cuda:{gpu_id}")
-        if place.type == "cpu" and device is None:
+        gpu = named_device(device if gpu_id is None else f"cuda:{gpu_id}")
+        if gpu.type == "cpu" and device is None:
             raise ValueError("enable_model_cpu_offload needs a GPU, there is none; leave it out")
         self.to("cpu")
-        self.called_on = place
+        self.called_on = gpu
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -225,16 +225,16 @@ def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureF
     known = endings()
     left_out: Counter[str] = Counter()
     files: list[PictureFile] = []
-    for place, reason in _places(source, known):
+    for path, reason in _places(source, known):
         if reason:
             left_out[reason] += 1
-        elif Path(place).suffix.lower() not in ARCHIVES:
-            files.append(PictureFile(place))
+        elif Path(path).suffix.lower() not in ARCHIVES:
+            files.append(PictureFile(path))
         else:
             try:
-                files += _archived(place, known, left_out)
+                files += _archived(path, known, left_out)
             except ValueError:
-                if not skip_bad or place == source:
+                if not skip_bad or path == source:
                     raise
                 left_out["broken archive"] += 1
     if not files:
@@ -251,8 +251,8 @@ def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
     """Pictures' files and archives at ``source``, each with the reason to leave it out, or ""."""
     if os.path.isdir(source):
         inside = {*known, ".tar"}
-        for place, reason in files_below(source):
-            yield place, reason or _other(place, inside)
+        for path, reason in files_below(source):
+            yield path, reason or _other(path, inside)
     elif os.path.isfile(source):
         if Path(source).suffix.lower() in PACKED:
             raise ValueError(f"{source} must be unpacked, or made a .zip or an uncompressed .tar")
@@ -267,13 +267,13 @@ def _other(name: str, known: set[str]) -> str:
     return "" if ending in known else f"ending {ending}" if ending else "without ending"
 
 
-def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[PictureFile]:
+def _archived(path: str, known: set[str], left_out: Counter[str]) -> list[PictureFile]:
     """The pictures in an archive, by name; others are counted in ``left_out``."""
-    kind = Path(place).suffix.lower()
+    kind = Path(path).suffix.lower()
     files: dict[str, PictureFile] = {}
     links: dict[str, str] = {}
-    with whole(place, f"{kind} archive", Exception):  # a damaged one fails in any way
-        for entry, link in (_zipped if kind == ".zip" else _tarred)(place):
+    with whole(path, f"{kind} archive", Exception):  # a damaged one fails in any way
+        for entry, link in (_zipped if kind == ".zip" else _tarred)(path):
             if entry.member in files or entry.member in links:
                 left_out["replaced by a later one"] += 1
             for kept in (files, links):
@@ -295,25 +295,25 @@ def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[Pictu
     return [files[name] for name in sorted(files) if not reasons[name]]
 
 
-def _zipped(place: str) -> Iterator[tuple[PictureFile, str | None]]:
+def _zipped(path: str) -> Iterator[tuple[PictureFile, str | None]]:
     """The files in a .zip, and the targets of links."""
-    with zipfile.ZipFile(place) as packed:
+    with zipfile.ZipFile(path) as packed:
         for info in packed.infolist():
             sizes = (info.CRC, info.compress_size, info.file_size)
             about = (info.flag_bits, info.compress_type, *sizes)
-            entry = PictureFile(place, info.filename, info.header_offset, packed=about)
+            entry = PictureFile(path, info.filename, info.header_offset, packed=about)
             if stat.S_ISLNK(info.external_attr >> 16):
                 yield entry, _beside(info.filename, packed.read(info).decode())
             elif not info.is_dir():
                 yield entry, None
 
 
-def _tarred(place: str) -> Iterator[tuple[PictureFile, str | None]]:
+def _tarred(path: str) -> Iterator[tuple[PictureFile, str | None]]:
     """The files in an uncompressed .tar, and the targets of links."""
-    with tarfile.open(place, "r:") as tar:
+    with tarfile.open(path, "r:") as tar:
         while (info := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million would be gigabytes
-            entry = PictureFile(place, info.name, info.offset_data, info.size)
+            entry = PictureFile(path, info.name, info.offset_data, info.size)
             if info.islnk():
                 yield entry, info.linkname
             elif info.issym():

@@ -97,8 +97,8 @@ def locate(name: str, given: Path | None = None) -> Path:
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)
     weights = KNOWN[name]
-    for place in _places(name, weights) if given is None else [given]:
-        path = weights.inside(place)
+    for candidate in _places(name, weights) if given is None else [given]:
+        path = weights.inside(candidate)
         if path is not None:
             return path
     files = ", ".join([weights.file, *weights.companions])

@@ -140,13 +140,13 @@ def grammar(ebnf: str | Path) -> Grammar:
 
 def _text(text: str | Path) -> str:
     """``text``, or the content of the file that it names."""
-    place = Path(text) if isinstance(text, Path) or len(text) < 256 else None
-    if isinstance(text, Path) or (place is not None and "\n" not in text and place.is_file()):
-        assert place is not None
+    file = Path(text) if isinstance(text, Path) or len(text) < 256 else None
+    if isinstance(text, Path) or (file is not None and "\n" not in text and file.is_file()):
+        assert file is not None
         try:
-            return place.read_text()
+            return file.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{place} must be a file of text, got: {error}") from error
+            raise ValueError(f"{file} must be a file of text, got: {error}") from error
     return text
 
 

@@ -206,17 +206,17 @@ def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, capacity: int) -> Tens
     """
     if reach == Reach():
         return bias
-    place = torch.arange(bias.shape[-2], device=bias.device)
+    query = torch.arange(bias.shape[-2], device=bias.device)
     slot = torch.arange(bias.shape[-1], device=bias.device)
     block = slot - capacity  # [S], negative in the context
-    unseen = block.new_zeros(1, len(place), len(slot), dtype=torch.bool)
+    unseen = block.new_zeros(1, len(query), len(slot), dtype=torch.bool)
     if reach.causal:
-        unseen = unseen | (block > place[:, None])
+        unseen = unseen | (block > query[:, None])
     if reach.past is not None:
-        first = lengths[:, None] + (place if reach.moving else 0 * place) - reach.past  # [B, K]
+        first = lengths[:, None] + (query if reach.moving else 0 * query) - reach.past  # [B, K]
         unseen = unseen | ((block < 0) & (slot < first[..., None]))
         if reach.moving:
-            away = (block - place[:, None]).abs()
+            away = (block - query[:, None]).abs()
             unseen = unseen | ((block >= 0) & (away > reach.past))
     return bias.masked_fill(unseen[:, None], float("-inf"))
 

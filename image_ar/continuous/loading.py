@@ -149,15 +149,15 @@ def load_small_mar(
 
     Raises ``ValueError`` when it was trained for another autoencoder than ``vae``.
     """
-    place = folder / ("transformer" if whole else "small")
-    if not place.is_dir():
+    small = folder / ("transformer" if whole else "small")
+    if not small.is_dir():
         return None
     if whole:
         digest = kl_fingerprint(load_kl(folder / "vae"))
     else:
-        digest = str(read_json(place / PAIR).get("vae"))
+        digest = str(read_json(small / PAIR).get("vae"))
     check_same_vae(vae, digest, folder)
-    return load_mar(place, dtype=dtype)
+    return load_mar(small, dtype=dtype)
 
 
 def pair_with(vae: AutoencoderKL, folder: Path) -> None:

@@ -35,9 +35,9 @@ class CaptionEncoder:
         from specmm.hf.loading.pretrained import load_model, load_tokenizer
 
         try:
-            place = zoo.find(folder, zoo.TRANSFORMERS)
-            self.tokenizer = load_tokenizer(place)
-            model = load_model(T5EncoderModel, place, dtype=dtype)
+            files = zoo.find(folder, zoo.TRANSFORMERS)
+            self.tokenizer = load_tokenizer(files)
+            model = load_model(T5EncoderModel, files, dtype=dtype)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(

@@ -19,15 +19,15 @@ LEAST = tl.constexpr(1.1754944e-38)  # a draft of zero mass divides by this
 def argmax(row, V, BLOCK: tl.constexpr):
     """The first index of a row's largest value."""
     top = tl.full([], float("-inf"), row.dtype.element_ty)
-    place = tl.full([], 0, tl.int32)
+    index = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         x = tl.load(row + v, mask=v < V, other=float("-inf"))
         best = tl.max(x, 0)
         if best > top:
-            place = tl.min(tl.where(x == best, v, V), 0)
+            index = tl.min(tl.where(x == best, v, V), 0)
             top = best
-    return place
+    return index
 
 
 @triton.jit

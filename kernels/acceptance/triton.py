@@ -82,9 +82,9 @@ def follow(
 
 
 @triton.jit
-def _at(values, place, index):
-    """Element ``index`` of the register vector ``values``, whose places are ``place``."""
-    return tl.sum(tl.where(place == index, values, 0), 0)
+def _at(values, order, index):
+    """Element ``index`` of the register vector ``values``; ``order`` is 0, 1, … of its length."""
+    return tl.sum(tl.where(order == index, values, 0), 0)
 
 
 @triton.jit
@@ -176,10 +176,10 @@ def _lower(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _probs(probs, scratch, moved, place, node, depth, V):
+def _probs(probs, scratch, moved, order, node, depth, V):
     """Address of the distribution of ``node``, at ``depth``."""
     now = probs + node * V
-    if _at(moved, place, node) > 0:
+    if _at(moved, order, node) > 0:
         now = scratch + depth * V
     return now
 
@@ -213,8 +213,8 @@ def climb(
     probs = probs_ptr + row * nodes * V
     scratch = scratch_ptr + row * levels * V
     drafts = drafts_ptr + row * nodes * V
-    place = tl.arange(0, NODES)
-    parent = tl.load(parents + place, mask=place < nodes, other=-1).to(tl.int32)
+    order = tl.arange(0, NODES)
+    parent = tl.load(parents + order, mask=order < nodes, other=-1).to(tl.int32)
     reach = tl.full([NODES], 1.0, probs_ptr.dtype.element_ty)  # r of the nodes on the path
     scale = tl.full([NODES], 1.0, probs_ptr.dtype.element_ty)  # makes a distribution's total 1
     moved = tl.zeros([NODES], tl.int32)  # whether a node's distribution lies in scratch
@@ -223,13 +223,13 @@ def climb(
     depth = tl.full([], 0, tl.int32)
     walking = tl.full([], 1, tl.int32)
     while walking > 0:
-        r = _at(reach, place, node)
-        child = tl.min(tl.where((parent == node) & (place > after), place, NODES), 0)
+        r = _at(reach, order, node)
+        child = tl.min(tl.where((parent == node) & (order > after), order, NODES), 0)
         if child < NODES:
-            now = _probs(probs, scratch, moved, place, node, depth, V)
-            share = _at(scale, place, node)
+            now = _probs(probs, scratch, moved, order, node, depth, V)
+            share = _at(scale, order, node)
             entered = _chance(now, share, r, tl.load(tokens + child), drafts + child * V, DRAWN)
-            reach = tl.where(place == child, entered, reach)
+            reach = tl.where(order == child, entered, reach)
             node = child
             after = child
             depth = depth + 1
@@ -237,25 +237,25 @@ def climb(
             kept = (node == 0) | (tl.load(uniforms + node) < r)
             walking = tl.where(kept, 0, 1)
             if not kept:
-                up = _at(parent, place, node)
-                now = _probs(probs, scratch, moved, place, up, depth - 1, V)
+                up = _at(parent, order, node)
+                now = _probs(probs, scratch, moved, order, up, depth - 1, V)
                 out = scratch + (depth - 1) * V
-                before = _at(reach, place, up)
-                share = _at(scale, place, up) * before
+                before = _at(reach, order, up)
+                share = _at(scale, order, up) * before
                 token = tl.load(tokens + node)
                 total = _lower(now, out, share, token, drafts + node * V, V, DRAWN, BLOCK)
                 if total > 0:  # else it does not change
-                    scale = tl.where(place == up, 1 / total, scale)
-                    moved = tl.where(place == up, 1, moved)
+                    scale = tl.where(order == up, 1 / total, scale)
+                    moved = tl.where(order == up, 1, moved)
                 raised = tl.where(before < 1, total / (total + 1 - before), 1.0)
-                reach = tl.where(place == up, raised, reach)
+                reach = tl.where(order == up, raised, reach)
                 after = node
                 node = up
                 depth = depth - 1
-    now = _probs(probs, scratch, moved, place, node, depth, V)
+    now = _probs(probs, scratch, moved, order, node, depth, V)
     tl.store(kept_ptr + row, depth + 1)
     tl.store(next_ptr + row, draw(now, tl.load(uniforms + nodes), V, BLOCK))
     while depth >= 0:
         tl.store(path_ptr + row * levels + depth, node)
-        node = _at(parent, place, node)
+        node = _at(parent, order, node)
         depth = depth - 1

@@ -155,8 +155,8 @@ def dense_mask(mask: TreeMask, rows: int, slots: int) -> Tensor:
     """Whether each of T nodes attends to each of S = ``slots`` slots, [R, 1, T, S] bool."""
     words, lengths, first = mask.words, mask.lengths, mask.first
     nodes = words.shape[1]
-    place = torch.arange(slots, device=words.device)
-    committed = (place < lengths[:, None]).repeat(rows // len(lengths), 1)  # [R, S]
+    slot = torch.arange(slots, device=words.device)
+    committed = (slot < lengths[:, None]).repeat(rows // len(lengths), 1)  # [R, S]
     if mask.hidden is not None:
         committed[:, : mask.hidden.shape[1]] &= ~mask.hidden
     visible = committed[:, None].repeat(1, nodes, 1)

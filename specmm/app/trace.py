@@ -104,8 +104,8 @@ def drawing_of(nodes: Sequence[Node], named: Named) -> str:
         lines.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{colour}"/>')
         weight = "700" if node.kept else "400"
         text = escape(_short(named(node.token)))
-        place = f'x="{x}" y="{y - 9}" text-anchor="middle"'
-        texts.append(f'<text {place} font-weight="{weight}" fill="currentColor">{text}</text>')
+        anchor = f'x="{x}" y="{y - 9}" text-anchor="middle"'
+        texts.append(f'<text {anchor} font-weight="{weight}" fill="currentColor">{text}</text>')
     body = "".join(lines + texts)
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     svg = f'<svg {size} role="img" aria-label="{what}" font-size="12">{body}</svg>'

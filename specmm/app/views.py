@@ -78,8 +78,8 @@ def _landed(lane: PictureLane) -> Cells:
     cells: Cells = [None] * lane.pipe.grid**2
     for call in lane.watch.calls:
         places = call.places[0].tolist()
-        for place in places:
-            cells[place] = 1 - call.calls / len(places) / call.steps
+        for cell in places:
+            cells[cell] = 1 - call.calls / len(places) / call.steps
     return cells
 
 

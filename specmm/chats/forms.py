@@ -351,7 +351,7 @@ def _files(path: Path) -> list[Path]:
     if (path / "state.json").is_file():
         files = json.loads((path / "state.json").read_text())["_data_files"]
         return [path / file["filename"] for file in files]
-    below = [Path(place) for place, reason in files_below(str(path)) if not reason]
+    below = [Path(name) for name, reason in files_below(str(path)) if not reason]
     readable = [file for file in below if file.suffix.lower() in FILES]
     if not readable:
         endings = sorted({file.suffix for file in below if file.suffix})

@@ -227,8 +227,8 @@ class ChatReader:
         near = text.startswith(before) and after <= len(before) <= begin
         if near and (opening or not text[len(before) : begin].strip()):
             return len(before)
-        place = text.rfind(opening, after, begin) if opening else -1
-        return begin if place < 0 else place + len(opening)
+        found = text.rfind(opening, after, begin) if opening else -1
+        return begin if found < 0 else found + len(opening)
 
     def _untemplated(self, messages: list[Message], chat: Chat) -> tuple[str, list[Span]]:
         """The text and answer spans for a model without a chat template."""
@@ -318,7 +318,7 @@ class ChatReader:
         for i, (chat, row) in enumerate(zip(chats, rows, strict=True)):
             for span in row.spans:
                 if span[1] <= row.head:
-                    begin, end = (self._before(chat, row.text[:place]) for place in span)
+                    begin, end = (self._before(chat, row.text[:index]) for index in span)
                     same = inputs.input_ids[i, : len(end)].tolist() == end  # or a token lies across
                     learnt[i, len(begin) : len(end)] = same
         return inputs, learnt

@@ -29,10 +29,10 @@ class Notes:
     def of_machine(cls, kind: str, key: object) -> Notes:
         """Notes of one ``kind`` about this machine, in the folder of its compiled programs."""
         try:
-            place = program_cache.root() / f"{program_cache.machine()}-{kind}"
+            folder = program_cache.root() / f"{program_cache.machine()}-{kind}"
         except RuntimeError:  # nobody has a home
-            place = None
-        return cls(place, key)
+            folder = None
+        return cls(folder, key)
 
     def read(self, parse: Callable[[Any], T]) -> T | None:
         """The file's value, converted by ``parse``; None if the file is missing or damaged."""

@@ -91,8 +91,8 @@ class Work:
     @classmethod
     def of(cls, key: object) -> Work:
         """The work called ``key``, whose ``repr`` contains all that its seconds depend on."""
-        place = program_cache.folder()
-        notes = Notes(None if place is None else place / "seconds", key)
+        folder = program_cache.folder()
+        notes = Notes(None if folder is None else folder / "seconds", key)
         return cls(notes.read(_parsed) or Seconds(), notes)
 
     @property

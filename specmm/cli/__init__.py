@@ -79,8 +79,8 @@ def options(
     if load:
         from specmm.extending import extension
 
-        for place in load:
-            extension.load(place)
+        for file in load:
+            extension.load(file)
 
 
 # Threads that wait for one another soon sleep: where other programs run, to wait awake costs a time

@@ -57,14 +57,14 @@ def doctor(
         if trace is not None:
             case.trace(temperature).save(trace)
             say(f"{trace} written, for specmm plan --trace {trace} --costs FILE")
-        diagnosis, place = case.diagnosis(), str(case.place)
+        diagnosis, drafter_path = case.diagnosis(), str(case.place)
     if as_json:
-        return emit(_facts(diagnosis, place))
-    for line in _lines(diagnosis, place):
+        return emit(_facts(diagnosis, drafter_path))
+    for line in _lines(diagnosis, drafter_path):
         typer.echo(line)
 
 
-def _facts(diagnosis: Diagnosis, place: str) -> dict[str, object]:
+def _facts(diagnosis: Diagnosis, drafter: str) -> dict[str, object]:
     """The diagnosis for JSON."""
     usual, best = diagnosis.own, diagnosis.best
     changes = [
@@ -72,7 +72,7 @@ def _facts(diagnosis: Diagnosis, place: str) -> dict[str, object]:
         for change, one in diagnosis.changes
     ]
     return {
-        "drafter": place,
+        "drafter": drafter,
         "answers": len(usual.seen.tokens),
         "tau": usual.tau,
         "sampled": usual.sampled,
@@ -86,11 +86,11 @@ def _facts(diagnosis: Diagnosis, place: str) -> dict[str, object]:
     }
 
 
-def _lines(diagnosis: Diagnosis, place: str) -> Iterator[str]:
+def _lines(diagnosis: Diagnosis, drafter: str) -> Iterator[str]:
     """The diagnosis as text, line by line."""
     usual, best = diagnosis.own, diagnosis.best
     count = int(usual.seen.long.sum())
-    yield f"{place}, on {len(usual.seen.tokens)} answers of its target ({count} tokens, greedy)"
+    yield f"{drafter}, on {len(usual.seen.tokens)} answers of its target ({count} tokens, greedy)"
     yield f"  tokens a round: {usual.tau:.2f} greedy, {usual.sampled:.2f} at T = 1"
     yield f"  drafts kept by depth: {' '.join(f'{x:.0%}' for x in usual.by_depth)}"
     yield f"  first drafts kept: {', '.join(f'{n} {x:.0%}' for n, x in usual.parts().items())}"

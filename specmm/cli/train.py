@@ -59,7 +59,7 @@ def train(
     if show:
         return typer.echo(recipes().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
     recipe = load(name)
-    named = [f"data={place}" for place in data or []]
+    named = [f"data={path}" for path in data or []]
     named += [f"{key}={value}" for key, value in (("loss", loss), ("out", out)) if value]
     settings = _pairs([*(given or []), *map(_setting, rest), *named])
     with stdout_reserved():

@@ -117,8 +117,8 @@ def files_below(folder: str) -> Iterator[tuple[str, str]]:
     a reason to leave it out, or "".
     """
     length = len(os.path.join(folder, ""))
-    for place, reason in _walked(folder, []):
-        yield place, reason or ("hidden" if hidden(place[length:]) else "")
+    for path, reason in _walked(folder, []):
+        yield path, reason or ("hidden" if hidden(path[length:]) else "")
 
 
 def _walked(folder: str, above: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:

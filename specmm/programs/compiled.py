@@ -184,7 +184,7 @@ def _of_compiling(error: Exception) -> bool:
     if isinstance(error, BackendCompilerFailed):
         return True
     frames = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    compiling = any(str(place.get("__name__")).startswith(COMPILING) for place in frames)
+    compiling = any(str(module.get("__name__")).startswith(COMPILING) for module in frames)
     return compiling and isinstance(error, OSError | ImportError)
 
 

@@ -54,22 +54,22 @@ def machine() -> str:
 def folder() -> Path | None:
     """This machine's folder, created; None (and one warning) if it cannot be written."""
     try:
-        place = root() / f"{machine()}-{torch.get_num_threads()}"
-        writable(place, "SPECMM_PROGRAMS")
-        free = shutil.disk_usage(place).free
+        path = root() / f"{machine()}-{torch.get_num_threads()}"
+        writable(path, "SPECMM_PROGRAMS")
+        free = shutil.disk_usage(path).free
     except (ValueError, OSError, RuntimeError) as error:
         warn(str(error))
         return None
     if free < ROOM:
-        warn(f"{place} has {free >> 20} MB left and needs {ROOM >> 20}")
+        warn(f"{path} has {free >> 20} MB left and needs {ROOM >> 20}")
         return None
-    return place
+    return path
 
 
 def use() -> None:
     """Let PyTorch store programs in :func:`folder` from now on, if it can be used."""
-    if used() is None and (place := folder()) is not None:
-        os.environ[VARIABLE] = str(place)
+    if used() is None and (path := folder()) is not None:
+        os.environ[VARIABLE] = str(path)
 
 
 def used() -> Path | None:
@@ -92,11 +92,11 @@ def leave(error: BaseException) -> None:
     warn(first_line(error))
     clear_caches()  # programs read from the old folder
     try:
-        place = tempfile.mkdtemp(prefix="specmm-programs-")
+        temporary = tempfile.mkdtemp(prefix="specmm-programs-")
     except OSError:  # no room there, either: what fails again runs uncompiled
         return
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    os.environ[VARIABLE] = place
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    os.environ[VARIABLE] = temporary
 
 
 def first_line(error: BaseException) -> str:

@@ -209,8 +209,8 @@ def blocks_after(
     which each layer attends within its ``reaches`` (empty: everywhere).
     """
     length = context.shape[1]
-    place = torch.arange(length, device=context.device)[None]
-    prefix = _Prefix(context_keys(model, context, place))
+    positions = torch.arange(length, device=context.device)[None]
+    prefix = _Prefix(context_keys(model, context, positions))
     turns = model.turns(embeddings, drawn.after(drawn.size).flatten(1))
     drawn_by = {reach: drawn.reached(length, reach) for reach in {Reach(), *reaches}}
     x = embeddings

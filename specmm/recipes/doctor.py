@@ -138,32 +138,32 @@ def examined(
     Raises ``ValueError`` for drafters that do not read the target's states.
     """
     folder = find_target(model)
-    place = find(drafter) if drafter else _beside(folder)
-    kind = "mtp" if place == folder and _own_layers(folder) else method_of(place)
+    drafter_folder = find(drafter) if drafter else _beside(folder)
+    kind = "mtp" if drafter_folder == folder and _own_layers(folder) else method_of(drafter_folder)
     if kind not in METHODS:
         raise ValueError(
             f"doctor follows drafters that read the target's states ({', '.join(METHODS)}), got "
-            f"{place} of method {kind or 'none'}"
+            f"{drafter_folder} of method {kind or 'none'}"
         )
     if sees(folder) and not data:
         raise ValueError("data must be given of chats that show pictures; give --data FILE")
     target = load_frozen(folder, "cpu", "float32")
-    network = load_drafter(kind, place, target.model)
+    network = load_drafter(kind, drafter_folder, target.model)
     with TemporaryDirectory() as out:
         asked_ways = asked(folder, target, data, questions, Path(out), seed)
-    return Examined(place, kind, target, network, asked_ways)
+    return Examined(drafter_folder, kind, target, network, asked_ways)
 
 
 def _beside(folder: Path) -> Path:
     """The drafter that lies beside the model in ``folder``."""
-    places = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
-    folders = [place for place in places if (place / "config.json").is_file()]
-    if _own_layers(folder) and places[METHODS.index("mtp")] not in folders:
+    paths = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
+    folders = [path for path in paths if (path / "config.json").is_file()]
+    if _own_layers(folder) and paths[METHODS.index("mtp")] not in folders:
         folders.append(folder)
     if len(folders) != 1:
         raise ValueError(
             f"{folder} must have one drafter of {', '.join(METHODS)} beside it, got "
-            f"{', '.join(place.name for place in folders) or 'none'}; name it"
+            f"{', '.join(path.name for path in folders) or 'none'}; name it"
         )
     return folders[0]
 

@@ -83,14 +83,14 @@ def drafter(
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     check_loss(loss)
-    place, result = drafter_folders(model, kind, replace)
+    source, result = drafter_folders(model, kind, replace)
     folder = writable(out or Path("runs") / kind)
     facts = facts_of(recipe)
     check_same(folder, facts)
     if kind != "block" and start is not None:
         raise ValueError(f"start goes with kind=block, got {kind}; leave it out")
     with one_first():
-        target, tokens, labels = _examples(place, data, folder, drawn, cfg, seed)
+        target, tokens, labels = _examples(source, data, folder, drawn, cfg, seed)
     read = _layers(aux_layers, target.config.n_layer)
     sizes: dict[str, Any] = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
     begun = None if start is None else load_block(start, target)
@@ -106,7 +106,7 @@ def drafter(
         options |= dict(noise=noise, ffn_dim=inner or None)
         head = train_eagle(target, tokens, labels, run, **options)
     else:
-        guided = (read_settings(LlamaGenSettings, place).cfg if cfg is None else cfg) > 1
+        guided = (read_settings(LlamaGenSettings, source).cfg if cfg is None else cfg) > 1
         # where the model is guided both branches draft: more than its own share has no class
         options |= dict(dropout=3 * CLASS_DROPOUT if guided else 0.0, start=begun)
         options |= dict(overlap_weight=overlap_weight, temperature=temperature)
@@ -116,7 +116,7 @@ def drafter(
         if first:
             save_drafters({kind: head}, result.parent, target, torch.bfloat16)
             if kind == "block":
-                _note_acceptance(place, target, head)
+                _note_acceptance(source, target, head)
     return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
 
 
@@ -130,12 +130,12 @@ def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
             f"drafters are trained for LlamaGens, got {model}, a picture model of transformers: "
             "sjd and gsd need none"
         )
-    place = zoo.find(model, zoo.PIPELINE)
-    result = beside(model, place) / "drafters" / kind
+    source = zoo.find(model, zoo.PIPELINE)
+    result = beside(model, source) / "drafters" / kind
     if result.exists() and not replace:
         raise ValueError(f"{result} exists already; give --set replace=true to replace it")
     writable(result.parent)
-    return place, result
+    return source, result
 
 
 def _layers(text: str, count: int) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def _draw(
     pipe.set_progress_bar_config(disable=True)
     options = [settings.cfg, settings.cfg_interval, settings.temperature]
     options += [settings.top_k, settings.top_p]
-    place = out / made_by(target, labels.tolist(), cfg, seed, options)
+    cache = out / made_by(target, labels.tolist(), cfg, seed, options)
 
     def drawn(i: int, part: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1_000_003 * seed + i)
@@ -193,7 +193,7 @@ def _draw(
         return tokens
 
     parts = enumerate(tqdm(labels.split(AT_ONCE), desc="draw"))
-    return torch.cat([kept(place / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
+    return torch.cat([kept(cache / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:

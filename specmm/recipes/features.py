@@ -271,8 +271,8 @@ def rollout_bias(length: int, step: int) -> Tensor:
     later step, to the one slot of its own path.
     """
     query = torch.arange(length)[:, None]
-    place = torch.arange(length)
-    visible = [place <= query - step]
-    visible += [place == query - step + i for i in range(1, step + 1)]
+    key = torch.arange(length)
+    visible = [key <= query - step]
+    visible += [key == query - step + i for i in range(1, step + 1)]
     bias = torch.zeros(length, (step + 1) * length)
     return bias.masked_fill_(~torch.cat(visible, dim=1), float("-inf"))[None, None]

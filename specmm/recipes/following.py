@@ -84,9 +84,9 @@ class Evidence:
         rows, slots = self.roots.nonzero(as_tuple=True)
         last = (self.begin + self.long - 3)[rows]  # the slot of an answer's last draft
         depth = torch.arange(len(values), device=slots.device)
-        place = slots[:, None] + depth  # [R, D]
-        chain = values[depth, rows[:, None], place.clamp(max=values.shape[2] - 1)]
-        there = place <= last[:, None]
+        slot = slots[:, None] + depth  # [R, D]
+        chain = values[depth, rows[:, None], slot.clamp(max=values.shape[2] - 1)]
+        there = slot <= last[:, None]
         return chain * there.view(*there.shape, *([1] * (chain.ndim - 2)))
 
 
@@ -341,14 +341,14 @@ class Followed:
 
     def parts(self) -> dict[str, float]:
         """How often the first draft is accepted, by the part of the text that it is in."""
-        place, roots = self.seen.place.expand_as(self.token[0]), self.seen.roots
-        begins = place < self.seen.begin[:, None]  # the root is an answer's first token
-        middle = place[roots].float().median()
+        depth, roots = self.seen.place.expand_as(self.token[0]), self.seen.roots
+        begins = depth < self.seen.begin[:, None]  # the root is an answer's first token
+        middle = depth[roots].float().median()
         kinds = {
             "second words of answers": begins,
             "later words": ~begins,
-            f"after at most {int(middle)} tokens": place <= middle,
-            "after more": place > middle,
+            f"after at most {int(middle)} tokens": depth <= middle,
+            "after more": depth > middle,
         }
         first = self.token[0].float()
         parts = {name: first[roots & of_kind] for name, of_kind in kinds.items()}
@@ -438,8 +438,8 @@ def _bias(length: int, step: int, window: int) -> Tensor:
     ]
     bias = torch.cat(rows)
     if window:
-        place = torch.arange(length).repeat(step + 1)
-        bias = bias.masked_fill(place[:, None] - place >= window, -torch.inf)
+        position = torch.arange(length).repeat(step + 1)
+        bias = bias.masked_fill(position[:, None] - position >= window, -torch.inf)
     return bias[None, None]
 
 

@@ -75,7 +75,7 @@ class Recipe:
 
     def function(self) -> Callable[..., Found]:
         """The training's function, imported now."""
-        if any(place.startswith("recipes.") for place in (self.train, self.open)):
+        if any(name.startswith("recipes.") for name in (self.train, self.open)):
             _import_checkout()
         function: Callable[..., Found] = named(self.train)
         return function
@@ -129,7 +129,7 @@ class Recipe:
 def recipes() -> dict[str, Path]:
     """The config files by name: the package's and, in a checkout, the pocket models'."""
     places = [SHIPPED, CHECKOUT] if (CHECKOUT / "coder.toml").is_file() else [SHIPPED]
-    return {file.stem: file for place in places for file in sorted(place.glob("*.toml"))}
+    return {file.stem: file for folder in places for file in sorted(folder.glob("*.toml"))}
 
 
 def load(name: str) -> Recipe:
@@ -175,7 +175,7 @@ def beside(model: str, folder: Path) -> Path:
     """
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     if model.startswith("pocket/") or any(
-        folder.resolve().is_relative_to(place) for place in installed
+        folder.resolve().is_relative_to(library) for library in installed
     ):
         raise ValueError(
             f"{model} is shipped with the package and is not written to; "

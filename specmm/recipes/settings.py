@@ -69,12 +69,12 @@ class Training:
         existing drafter that is not to be replaced, and for a run that began with other settings.
         """
         folder = beside(model, find_target(model))
-        place = folder / "drafters" / KINDS[kind].place
-        if (place / "config.json").exists() and not self.replace:
-            raise ValueError(f"{place} exists already; give --set replace=true to replace it")
-        writable(place.parent)
+        result = folder / "drafters" / KINDS[kind].place
+        if (result / "config.json").exists() and not self.replace:
+            raise ValueError(f"{result} exists already; give --set replace=true to replace it")
+        writable(result.parent)
         writable(self.out)
-        begun = Begun(self, model, folder, place, facts_of(recipe))
+        begun = Begun(self, model, folder, result, facts_of(recipe))
         check_same(self.out, begun.facts)
         return begun
 
@@ -108,10 +108,10 @@ def load_frozen(
     folder: Path, device: str | None = None, dtype: str | None = None, device_map: str | None = None
 ) -> VLMTarget:
     """The frozen model in ``folder``, loaded as in pipelines."""
-    place = Place.named(device, dtype, device_map=device_map)
+    target_place = Place.named(device, dtype, device_map=device_map)
     where = folder if is_composed(folder) else weights_folder(folder)
     kind: Any = VQAPipeline if sees(folder) else TextPipeline
-    model, _ = kind.placed(folder, Placing.of(where, place, device_map))
+    model, _ = kind.placed(folder, Placing.of(where, target_place, device_map))
     return VLMTarget(model.requires_grad_(False), Processor(), str(folder))
 
 

@@ -82,9 +82,9 @@ def _known(folder: Path) -> tuple[Any, list[int]]:
     """The config of the language model in ``folder``, and its end tokens."""
     if is_composed(folder):
         folder = find_target(read_json(folder / "config.json")["language_model"])
-    place = weights_folder(folder)
-    config = load_config(place)
-    file = place / "generation_config.json"
+    weights = weights_folder(folder)
+    config = load_config(weights)
+    file = weights / "generation_config.json"
     eos = read_json(file).get("eos_token_id") if file.is_file() else None
     eos = config.get_text_config().eos_token_id if eos is None else eos
     return config, [eos] if isinstance(eos, int) else list(eos or [])

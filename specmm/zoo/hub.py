@@ -70,8 +70,8 @@ class Found:
     def lacks(self, name: str) -> str:
         """The absent files, their size, and their repository if it is not ``name``."""
         repository = self.wanted.repository
-        place = "" if repository == name else f" of {repository}"
-        return f"{', '.join(self.absent)}{told(self.wanted.bytes)}{place}"
+        of = "" if repository == name else f" of {repository}"
+        return f"{', '.join(self.absent)}{told(self.wanted.bytes)}{of}"
 
     @property
     def missing(self) -> list[Any]:

@@ -52,8 +52,8 @@ def digest(file: Path) -> str:
     size = file.stat().st_size
     sha = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
-        for place in range(0, size, max(size // PARTS, PIECE)):
-            opened.seek(place)
+        for offset in range(0, size, max(size // PARTS, PIECE)):
+            opened.seek(offset)
             sha.update(opened.read(PIECE))
     return sha.hexdigest()[:16]
 

@@ -195,8 +195,8 @@ def weights_name(file: Path) -> str:
     return "pytorch_model.bin" if file.suffix == ".bin" else f"model{file.suffix}"
 
 
-def _link(file: Path, place: Path) -> None:
+def _link(file: Path, link: Path) -> None:
     try:
-        place.symlink_to(file.absolute())
+        link.symlink_to(file.absolute())
     except OSError:  # on systems where only administrators make symbolic links
-        os.link(file, place)
+        os.link(file, link)

@@ -231,13 +231,13 @@ class BlockDrafter:
         tokens = [feedback.token[:, None]]
         vocabulary = self.target.vocabulary
         probs = [states.new_zeros(len(tokens[0]), 1, vocabulary, dtype=torch.float32)]
-        place = self.cache.lengths[:, None]  # guidance may depend on the place
+        position = self.cache.lengths[:, None]  # guidance may depend on the place
         for depth, level in enumerate(self.plan):
             latest = tokens[-1]
             previous = latest if level.above is None else latest.index_select(1, level.above)
             with self.clock("draft"):
                 logits = self._read(states[:, depth : depth + 1], previous)
-            dist = self._dist(self.target.drawn_logits(logits, place + depth), level)
+            dist = self._dist(self.target.drawn_logits(logits, position + depth), level)
             drafts, drawn = self._draw(dist, level, uniforms)
             tokens.append(drafts)
             probs.append(drawn)

@@ -38,17 +38,15 @@ def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:
         if not all(isinstance(row.get(name), str) for name in names):
             got = ", ".join(row)[:200]
             raise ValueError(f"{where} must hold texts file and prompt, got {got}")
-        place = _place(file.parent / row["file"]), row.get("member", "")
-        if prompts.setdefault(place, row["prompt"]) != row["prompt"]:
+        key = _place(file.parent / row["file"]), row.get("member", "")
+        if prompts.setdefault(key, row["prompt"]) != row["prompt"]:
             raise ValueError(f"{where}: {row['file']} has two prompts; keep one")
     keys = [(_place(picture.path), picture.member) for picture in pictures]
-    lacking = [
-        picture for picture, place in zip(pictures, keys, strict=True) if place not in prompts
-    ]
+    lacking = [picture for picture, key in zip(pictures, keys, strict=True) if key not in prompts]
     if lacking or not pictures:
         first = f"{lacking[0]} of {len(lacking)} without" if lacking else "no files of pictures"
         raise ValueError(f"{file} must name every picture with its prompt, got {first}; add them")
-    return [prompts[place] for place in keys]
+    return [prompts[key] for key in keys]
 
 
 def _place(path: Path) -> Path:

@@ -111,8 +111,8 @@ class ResumedTarget(VLMTarget):
     def _arrays(self) -> list[Tensor]:
         """The known keys and values, as the arrays [A, n, H, D] of our cache."""
         by_array: list[list[Tensor]] = [[] for _ in self.cache.arrays]
-        places = [place for pair in self.cache.pairs for place in pair]
-        for (array, _), part in zip(places, self.known, strict=True):
+        slots = [slot for pair in self.cache.pairs for slot in pair]
+        for (array, _), part in zip(slots, self.known, strict=True):
             by_array[array].append(part[0].transpose(0, 1).to(self.device, self.dtype))
         return [torch.stack(parts) for parts in by_array]
 

@@ -139,8 +139,8 @@ class Pipeline:
         model, reader = cls.placed(folder, placing)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
-            place = find(drafter)
-            drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
+            path = find(drafter)
+            drafter = load_drafter(cls.drafter_kind(resolved, path), path, model)
         model = with_adapter(model, adapter)
         return cls(model, reader, resolved, drafter, folder, str(name))
 
@@ -295,8 +295,8 @@ class Pipeline:
             return str(methods.AR.name)
         if of_others(drafter):
             return str(methods.Draft.name)
-        place = find(drafter) if isinstance(drafter, str | Path) else drafter
-        return cls.drafter_kind(methods.Auto(), place)
+        found = find(drafter) if isinstance(drafter, str | Path) else drafter
+        return cls.drafter_kind(methods.Auto(), found)
 
     @classmethod
     def drafter_kind(cls, method: Any, drafter: object = None) -> str:

@@ -328,15 +328,15 @@ class Drafters:
 
         Raises ``ValueError`` if it is missing.
         """
-        place = KINDS[method].place if method in KINDS else ""
-        if place and method not in self.given:
+        subfolder = KINDS[method].place if method in KINDS else ""
+        if subfolder and method not in self.given:
             folder = self._folder(method)
             if folder is None and KINDS[method].offers:
                 return None  # the target drafts itself, or its own error names what is missing
             if folder is None:
                 raise ValueError(
                     f"method {method!r} needs a drafter and {self.name} has none in "
-                    f"drafters/{place}; give one with from_pretrained(…, drafter=…) or use "
+                    f"drafters/{subfolder}; give one with from_pretrained(…, drafter=…) or use "
                     "prompt-lookup or ar"
                 )
             self.given[method] = load_drafter(method, folder, self.target)
@@ -370,6 +370,6 @@ class Drafters:
     def _folder(self, method: str) -> Path | None:
         if self.folder is None:
             return None
-        places = (KINDS[method].place, KINDS[method].instead)
-        folders = [self.folder / DRAFTERS / place for place in places if place]
+        subfolders = (KINDS[method].place, KINDS[method].instead)
+        folders = [self.folder / DRAFTERS / subfolder for subfolder in subfolders if subfolder]
         return next((folder for folder in folders if folder.is_dir()), None)

@@ -195,8 +195,8 @@ class _Reader:
         if not known:
             return "nothing here uses it"
         if known[0] in methods.IMAGE_TOKENS:
-            place = path.name if path.parent.name == "drafters" else known[0]
-            return f"specmm generate MODEL --method {known[0]}, from the model's drafters/{place}"
+            name = path.name if path.parent.name == "drafters" else known[0]
+            return f"specmm generate MODEL --method {known[0]}, from the model's drafters/{name}"
         run = "complete" if known[0] in methods.TEXT else "ask"
         return f"specmm {run} MODEL --method {known[0]} --drafter {path}"
 
@@ -258,17 +258,17 @@ def inspect(name: str | Path, target: str | Path | None = None) -> Inspection:
     inspection = read_folder(ModelFolder(find_folder(name)))
     if target is None:
         return inspection
-    place = find_target(target)
-    if not _Reader(ModelFolder(place)).composed:
-        misfits = _misfits(inspection, load_config(weights_folder(place)))
+    folder = find_target(target)
+    if not _Reader(ModelFolder(folder)).composed:
+        misfits = _misfits(inspection, load_config(weights_folder(folder)))
         if misfits:
             return dataclasses.replace(inspection, misfits=tuple(misfits))
-    return _tried(inspection, place, str(target))
+    return _tried(inspection, folder, str(target))
 
 
-def _tried(report: Inspection, place: Path, name: str) -> Inspection:
-    """``report``, completed by loading the drafter with the target in ``place``."""
-    reader = _Reader(ModelFolder(place))
+def _tried(report: Inspection, folder: Path, name: str) -> Inspection:
+    """``report``, completed by loading the drafter with the target in ``folder``."""
+    reader = _Reader(ModelFolder(folder))
     opens = [PIPELINES[does] for does in reader.inspection().takes if does in PIPELINES]
     if not opens or not (reader.speaks or reader.composed):
         note = f"{name} has no tokenizer or says nothing: sizes alone were compared"

@@ -66,8 +66,8 @@ class InterleavedDrafter:
         opened = self.target.grammar.after(self.target.opened, feedback.token).tolist()
         tokens = torch.zeros(len(opened), self.window + 1, dtype=torch.int64)
         known = torch.zeros_like(tokens, dtype=torch.bool)
-        for row, (place, recalled) in enumerate(zip(opened, self.recall.rows, strict=True)):
-            guess = recalled.guess(self.window) if place == TEXT else []
+        for row, (state, recalled) in enumerate(zip(opened, self.recall.rows, strict=True)):
+            guess = recalled.guess(self.window) if state == TEXT else []
             tokens[row, 1 : 1 + len(guess)] = torch.tensor(guess, dtype=torch.int64)
             known[row, 1 : 1 + len(guess)] = True
         return tokens.to(feedback.token.device), known.to(feedback.token.device)

@@ -31,31 +31,31 @@ def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
 
     Raises ``ValueError`` unless reading ``out`` gives back the same weights.
     """
-    place = Path(str(target.config.name_or_path))
+    source = Path(str(target.config.name_or_path))
     tuned = own_weights(load_layers(folder, target).model)
-    main = named_layers(target, place)
+    main = named_layers(target, source)
     pattern: Any = MtpModel.get_mtp_weights_regex(main)
-    stored = {name: x for name, x in read_state(place).items() if pattern.search(name)}
-    written = _placed(tuned, _numbered(stored, target, place), stored)
+    stored = {name: x for name, x in read_state(source).items() if pattern.search(name)}
+    written = _placed(tuned, _numbered(stored, target, source), stored)
     out.mkdir(parents=True, exist_ok=True)
     for name in CONFIGS:
-        if (place / name).is_file():
-            shutil.copyfile(place / name, out / name)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
     save_readable(written, out / "model.safetensors", {"format": "pt"})
     again = own_weights(load_layers(out, target).model)
     if wrong := [k for k, x in tuned.items() if not torch.equal(again[k].to(x.dtype), x)]:
         shutil.rmtree(out)
         raise ValueError(
-            f"MTP layers cannot be written in the layout of {place}: {some_names(wrong)} would "
+            f"MTP layers cannot be written in the layout of {source}: {some_names(wrong)} would "
             f"change; use drafter={folder}"
         )
     return (
-        f"{some_names(sorted(written))}, as the checkpoint of {place.name} has them: where an "
+        f"{some_names(sorted(written))}, as the checkpoint of {source.name} has them: where an "
         f"engine reads that, {out / 'model.safetensors'} takes their place"
     )
 
 
-def _numbered(stored: State, target: PreTrainedModel, place: Path) -> State:
+def _numbered(stored: State, target: PreTrainedModel, source: Path) -> State:
     """For each weight of the loaded layers, the numbers of its entries among all entries of the
     ``stored`` weights, counted in the order of :func:`_order`.
     """
@@ -69,7 +69,7 @@ def _numbered(stored: State, target: PreTrainedModel, place: Path) -> State:
     with TemporaryDirectory() as folder:
         there = Path(folder)
         save_file(numbers, there / "model.safetensors", {"format": "pt"})
-        shutil.copyfile(place / "config.json", there / "config.json")
+        shutil.copyfile(source / "config.json", there / "config.json")
         main = named_layers(target, there)
         main.config.dtype = torch.float64
         weights = own_weights(MtpModel.from_pretrained(main))

@@ -174,13 +174,13 @@ def layers_of(target: PreTrainedModel) -> MtpLayers:
 
     Raises as :func:`load_layers` does.
     """
-    place = target.config.name_or_path
-    if not place:
+    path = target.config.name_or_path
+    if not path:
         raise ValueError(
             "method 'mtp' reads layers of the target's checkpoint, got a model that was not "
             f"loaded from one; give drafter=FOLDER, where it is, or {ADVICE}"
         )
-    return fact(target, "MTP layers", partial(load_layers, Path(place), target))
+    return fact(target, "MTP layers", partial(load_layers, Path(path), target))
 
 
 def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> MtpLayers:

@@ -62,10 +62,10 @@ class LookupRow:
         """
         for n in range(min(self.ngram, len(self.tokens)), least - 1, -1):
             latest = tuple(self.tokens[-n:])
-            place = self.places.get(latest)
-            if place is not None and not self.banned.intersection(latest):
-                self.expected = n, self.tokens[place]
-                period = self.tokens[place : place + length]
+            begin = self.places.get(latest)
+            if begin is not None and not self.banned.intersection(latest):
+                self.expected = n, self.tokens[begin]
+                period = self.tokens[begin : begin + length]
                 guess = islice(cycle(period), length)
                 return list(takewhile(lambda token: token not in self.banned, guess))
         self.expected = None

@@ -59,12 +59,12 @@ class SuffixTree:
                 self.link[new] = self._exactly(state, token)
         else:
             new = self._exactly(state, token)
-        place = new
+        suffix = new
         for _ in range(COUNTED):
-            if place == ROOT:
+            if suffix == ROOT:
                 break
-            self.count[place] += 1
-            place = self.link[place]
+            self.count[suffix] += 1
+            suffix = self.link[suffix]
         return new
 
     def _append(self, follow: dict[int, int], length: int, link: int, count: int) -> int:

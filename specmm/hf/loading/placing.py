@@ -157,10 +157,10 @@ class Placing:
 
 def _check_one_device(model: Any) -> None:
     """Raise ``ValueError`` for a model that a device map put on several devices."""
-    places = {str(place) for place in getattr(model, "hf_device_map", {}).values()}
-    if len(places - {*ELSEWHERE}) > 1:
+    devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+    if len(devices - {*ELSEWHERE}) > 1:
         raise ValueError(
             "device_map must leave the whole model on one device, got "
-            f"{', '.join(sorted(places))}; give device_map='cuda:0', or a quantization_config "
+            f"{', '.join(sorted(devices))}; give device_map='cuda:0', or a quantization_config "
             "where it does not fit"
         )

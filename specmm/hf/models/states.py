@@ -326,5 +326,5 @@ class States:
             slots = mixer.slots
             for mine, new in zip(read(self.layers, slots), read(other.layers, slots), strict=True):
                 mine[row::batch] = new
-        for place in range(row, self.rows, batch):
-            self.counts[place] = 0
+        for branch in range(row, self.rows, batch):
+            self.counts[branch] = 0

@@ -238,8 +238,8 @@ class VLMTarget:
         )
         last = (self.begins - 1)[:, None]
         rows = torch.arange(len(states), device=self.device)[:, None]
-        place = branched(last, self.branches)  # [R, 1]
-        return self._output(states[rows, place], hidden[rows, place], None, last)
+        columns = branched(last, self.branches)  # [R, 1]
+        return self._output(states[rows, columns], hidden[rows, columns], None, last)
 
     def _drafters_states(self, states: Tensor) -> Tensor:
         """The states that drafters read, from the forward that returned ``states`` [R, N, C]."""

@@ -120,10 +120,10 @@ class Grammar:
         [B, N], if ``left`` [B or 1, N] tokens remain in the answer.
         """
         fits = left >= self.length + 2
-        place = torch.where(fits, IN_TEXT, IN_FULL_TEXT)
-        place = torch.where(opened == TEXT, place, IN_PICTURE)
-        place = place.masked_fill(opened == self.length, AT_END)
-        return logits.masked_fill(~self.masks[place], float("-inf"))
+        states = torch.where(fits, IN_TEXT, IN_FULL_TEXT)
+        states = torch.where(opened == TEXT, states, IN_PICTURE)
+        states = states.masked_fill(opened == self.length, AT_END)
+        return logits.masked_fill(~self.masks[states], float("-inf"))
 
     def parts(self, ids: Sequence[int]) -> list[tuple[bool, list[int]]]:
         """The ``ids`` of an answer as runs of text and pictures, and whether each is a picture.

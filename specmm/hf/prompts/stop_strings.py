@@ -97,33 +97,33 @@ class StopStrings:
             part = self.shown(ids)
         else:
             text = self.whole(ids)
-            place = self._place(text)
-            if place == len(text):
+            end = self._place(text)
+            if end == len(text):
                 for stop in self.texts:  # letters at the end that may begin one
                     sizes = range(1, min(len(stop), len(text) + 1))
                     begun = (len(text) - n for n in sizes if text.endswith(stop[:n]))
-                    place = min([place, *begun])
-            part = self._shown_of(ids, text, place)
+                    end = min([end, *begun])
+            part = self._shown_of(ids, text, end)
         if self.tidied and part and not part[-1].isspace():
             return part[: max(part.rfind(" "), 0)]
         return part.rstrip() if self.tidied else part
 
     def _place(self, text: str) -> int:
         """Index of the first stop string in ``text``, else the text's length."""
-        places = [text.find(stop) for stop in self.texts]
-        return min((place for place in places if place >= 0), default=len(text))
+        indices = [text.find(stop) for stop in self.texts]
+        return min((index for index in indices if index >= 0), default=len(text))
 
-    def _shown_of(self, ids: Ids, text: str, place: int) -> str:
-        """The shown part of the first ``place`` characters of ``text``, which decodes ``ids``."""
-        if place >= len(text):
+    def _shown_of(self, ids: Ids, text: str, end: int) -> str:
+        """The shown part of the first ``end`` characters of ``text``, which decodes ``ids``."""
+        if end >= len(text):
             return self.shown(ids)
         count = len(ids) - 1
-        while len(self.whole(ids[:count])) > place:
+        while len(self.whole(ids[:count])) > end:
             count -= 1
         text_before = self.shown(ids[:count])
         if self.shown(ids[: count + 1]) == text_before:  # later ids show nothing
             return text_before
-        return text_before + text[len(self.whole(ids[:count])) : place]
+        return text_before + text[len(self.whole(ids[:count])) : end]
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
         """The first count in (``before``, ``after``] at which the text of ``ids`` has a stop."""

@@ -69,15 +69,15 @@ class Anchors:
 
     def reached(self, length: int, reach: Reach) -> Tensor:
         """The part of :meth:`bias` for the text before the anchors, closed beyond ``reach``."""
-        place = self.after(self.size).flatten(1)  # [B, N]
-        text = torch.arange(length, device=place.device).expand(len(place), -1)
-        keys = torch.cat([text, place], 1)[:, None]  # [B, 1, L + N]
-        block = torch.arange(keys.shape[-1], device=place.device) >= length
-        unseen = block & (keys > place[..., None]) & reach.causal
+        position = self.after(self.size).flatten(1)  # [B, N]
+        text = torch.arange(length, device=position.device).expand(len(position), -1)
+        keys = torch.cat([text, position], 1)[:, None]  # [B, 1, L + N]
+        block = torch.arange(keys.shape[-1], device=position.device) >= length
+        unseen = block & (keys > position[..., None]) & reach.causal
         if reach.past is not None:
-            first = place if reach.moving else self.places.repeat_interleave(self.size, 1)
+            first = position if reach.moving else self.places.repeat_interleave(self.size, 1)
             unseen = unseen | (~block & (keys < first[..., None] - reach.past))
-            away = (keys - place[..., None]).abs() > reach.past
+            away = (keys - position[..., None]).abs() > reach.past
             unseen = unseen | (block & away & reach.moving)
         return self.bias(length, -1).masked_fill_(unseen[:, None], float("-inf"))
 

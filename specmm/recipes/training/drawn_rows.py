@@ -58,7 +58,7 @@ def drawn_rows(
     Stored in ``out`` batch by batch, so that an interrupted run continues.
     """
     prompts_digest = hashlib.sha256(prompts.long().numpy().tobytes()).hexdigest()
-    place = out / f"drawn-{made_by(target.model, prompts_digest, length, list(temperatures), seed)}"
+    cache = out / f"drawn-{made_by(target.model, prompts_digest, length, list(temperatures), seed)}"
 
     def drawn(i: int, part: Tensor) -> Tensor:
         processor = Processor(temperatures[i % len(temperatures)])
@@ -71,7 +71,7 @@ def drawn_rows(
         return torch.cat([part, end.tokens[:, :missing].cpu()], dim=1).int()
 
     parts = enumerate(tqdm(prompts.split(ROWS_AT_ONCE), desc="draw"))
-    return torch.cat([kept(place / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
+    return torch.cat([kept(cache / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
 
 
 def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int = 0) -> Tensor:
@@ -82,12 +82,12 @@ def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int
     makes up no questions.
     """
     words = (pipe.tokenizer.chat_template, pipe.tokenizer.get_vocab())
-    place = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
+    cache = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
     tokens = torch.empty(0, dtype=torch.int32)
     total = rows * length
     with tqdm(total=total, desc="draw", unit="token") as bar:
         for turn in count():
-            new = kept(place / f"{turn:04d}.pt", partial(_conversations, pipe, turn, seed))
+            new = kept(cache / f"{turn:04d}.pt", partial(_conversations, pipe, turn, seed))
             tokens = torch.cat([tokens, new])
             bar.update(min(len(tokens), total) - bar.n)
             if len(tokens) >= total:
