@@ -69,19 +69,19 @@ class Recorder:
     ) -> list[Record]:
         """The records of a ``part`` drawn together, ``rows`` at a time, ``padded`` or not."""
         pairs = zip(self.wanted[part], generators, strict=True)
-        requests = [{**one, "seed": generator.initial_seed()} for one, generator in pairs]
+        requests = [{**record, "seed": generator.initial_seed()} for record, generator in pairs]
         pipe = self.pipe
         invariant = self.maker["batch_invariant"] and not padded
         invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
         records = []
-        for row, (one, quick) in enumerate(zip(requests, compiled, strict=True)):
+        for row, (record, quick) in enumerate(zip(requests, compiled, strict=True)):
             among = {} if len(requests) == 1 else {"rows": rows, "place": row, "batch": requests}
             if invariant:  # a program rounds by its number of rows alone
                 among = {"rows": rows} if quick else {}
             facts = {"method": label(method), "compiled": quick, **self.maker}
-            records.append({**one, **facts, "certificate": claim, **among})
+            records.append({**record, **facts, "certificate": claim, **among})
         return records
 
 
@@ -100,7 +100,7 @@ def _wanted(pipe: Any, args: Mapping[str, Any]) -> list[Record]:
         names = pipe.settings.classes
         ids = class_ids(listed(labels), names, pipe.transformer.config.num_classes)
         fields = [{"class": names[i] if i < len(names) else str(i)} for i in ids]
-    return [dict(one) for one in fields for _ in range(args["num_images_per_prompt"])]
+    return [dict(record) for record in fields for _ in range(args["num_images_per_prompt"])]
 
 
 def made_by(source: Record, files: str, options: Record, network: nn.Module) -> Record:

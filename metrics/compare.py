@@ -134,9 +134,9 @@ def _loss(
     wx = _itself_and_resamples(x, bootstrap)
     wr = _itself_and_resamples(reference, bootstrap)
     wy = wx if paired else _itself_and_resamples(y, bootstrap)
-    one = mean_within(x, wx) - 2 * mean_across(x, reference, wx, wr)
-    two = mean_within(y, wy) - 2 * mean_across(y, reference, wy, wr)
-    differences = one - two
+    of_first = mean_within(x, wx) - 2 * mean_across(x, reference, wx, wr)
+    of_second = mean_within(y, wy) - 2 * mean_across(y, reference, wy, wr)
+    differences = of_first - of_second
     what = "pairs and reference" if paired else "all three sets"
     protocol = {**facts, "reference_count": len(reference)}
     interval = bootstrap.of_replicates(differences[1:], what)

@@ -202,8 +202,8 @@ def _linear_of(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The function that applies a linear layer to ``x``. In a CPU program, for one row, calling a
     library would take longer than the product itself.
     """
-    one = torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
-    return _one_row if one else F.linear
+    single = torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
+    return _one_row if single else F.linear
 
 
 def _one_row(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -126,12 +126,12 @@ def infer_vqvae_config(
             f"needs other sizes: patch_nums must be the sides of the {scales} scales in it, got "
             f"{patch_nums}",
         )
-    one = "quantize.quant_resi.qresi.weight" in state
+    shared = "quantize.quant_resi.qresi.weight" in state
     return VQVAEConfig(
         vocab_size=vocab_size,
         z_channels=width,
         patch_nums=tuple(sides),
-        share_quant_resi=1 if one else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)"),
+        share_quant_resi=1 if shared else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)"),
         quant_conv_ks=shape_of(state, "quant_conv.weight", source)[-1],
         **stack_sizes(state, source),
     )

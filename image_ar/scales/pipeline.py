@@ -259,11 +259,11 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     ) -> Sampling:
         """The options of a run, by default the settings'; ``ValueError`` for any out of range."""
         check_dtype(self.transformer.dtype, self.device)
-        one = isinstance(temperature, str) or not isinstance(temperature, Sequence)
+        same_for_all = isinstance(temperature, str) or not isinstance(temperature, Sequence)
         s = with_options(
             self.settings,
             cfg=cfg,
-            temperature=temperature if one else tuple(cast(Sequence[float], temperature)),
+            temperature=temperature if same_for_all else tuple(cast(Sequence[float], temperature)),
             top_k=top_k,
             top_p=top_p,
             more_smooth=more_smooth,

@@ -105,8 +105,8 @@ def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candida
         Candidate(some, known.get(name, 0.0), some.window + 1) for name, some in JACOBI.items()
     ]
     candidates = [*trees, *jacobi, Candidate(methods.PromptLookup())]
-    serve = serving([one.method for one in candidates], target, parts)
-    return [one for one in dict.fromkeys(candidates) if one.method in serve]
+    serve = serving([candidate.method for candidate in candidates], target, parts)
+    return [candidate for candidate in dict.fromkeys(candidates) if candidate.method in serve]
 
 
 def relaxed_methods() -> list[Method]:

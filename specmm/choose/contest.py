@@ -180,9 +180,9 @@ class Record:
 
     def _recall(self) -> None:
         """Take over the noted samples of the candidates."""
-        for one in self.order if self.noted else ():
-            if samples := self.noted.pop(methods.label(one.method), None):
-                self.samples.setdefault(one.method, samples)
+        for candidate in self.order if self.noted else ():
+            if samples := self.noted.pop(methods.label(candidate.method), None):
+                self.samples.setdefault(candidate.method, samples)
 
     def _note(self) -> None:
         """Write the notes for later processes."""
@@ -262,7 +262,7 @@ class Record:
     @property
     def order(self) -> list[Candidate]:
         """All candidates, in the order of their trials."""
-        return [PLAIN, *sorted(self.candidates, key=lambda one: -self.forecast(one))]
+        return [PLAIN, *sorted(self.candidates, key=lambda candidate: -self.forecast(candidate))]
 
     def choose(
         self,
@@ -281,10 +281,10 @@ class Record:
         if not self.calls and len(order) > 1 and self.forecast(order[1]) >= SURE:
             may += min(AT_ONCE * coming, GRANT)
         needed = [1 if one.tau else passes for one in order]
-        while (one := self._next(order, needed)) is not None:
-            if self.spent + self._cost(one, order, few) > may:
+        while (candidate := self._next(order, needed)) is not None:
+            if self.spent + self._cost(candidate, order, few) > may:
                 break
-            if not self._tried(one.method, begin, few, whole=math.isinf(share)):
+            if not self._tried(candidate.method, begin, few, whole=math.isinf(share)):
                 break  # the call is too short
             tried = sum(map(len, self.samples.values()))
             tell(Measured(tried, max(tried, sum(needed))))
@@ -304,8 +304,8 @@ class Record:
             return None
         return min(lacking, key=lambda each: each[0])[1]
 
-    def _cost(self, one: Candidate, order: Sequence[Candidate], few: int) -> float:
-        """The expected cost of a trial of ``one``, in tokens of plain decoding. A trial of plain
+    def _cost(self, candidate: Candidate, order: Sequence[Candidate], few: int) -> float:
+        """The expected cost of a trial of ``candidate``, in tokens of plain decoding. A trial of plain
         decoding includes the trial of another method, without which it is useless.
         """
         plain = self.samples.get(PLAIN.method)
@@ -314,7 +314,7 @@ class Record:
             best = self.forecast(others[0]) if others else 1.0
             return (PROMPT + few) + (0.0 if self.samples else PROMPT + few / max(best, 1.0))
         prompt = statistics.median(sample.prompt for sample in plain) / self.each(PLAIN.method)
-        return prompt + few / max(self.forecast(one), 1.0)
+        return prompt + few / max(self.forecast(candidate), 1.0)
 
     def _tried(self, method: Any, begin: Begin, few: int, whole: bool) -> bool:
         """Try ``method`` (to the end if ``whole``); returns whether a sample was taken."""
@@ -383,13 +383,13 @@ class Record:
             return f"measured beside plain decoding: {gains or 'no other yet'}"
         if chosen == PLAIN.method:
             return "too short to try others, and none is forecast to gain for certain"
-        one = self.order[1]
-        return f"tau {one.tau:.2f} and {self.forecast(one):.2f}x plain decoding forecast"
+        best = self.order[1]
+        return f"tau {best.tau:.2f} and {self.forecast(best):.2f}x plain decoding forecast"
 
-    def forecast(self, one: Candidate) -> float:
+    def forecast(self, candidate: Candidate) -> float:
         """A rough speed-up over plain decoding, by which trials are ordered; 1 if unknown."""
-        adds = LEVEL * one.levels + NODE * one.nodes * self.rows
-        return one.tau / (1 + adds) if one.tau else 1.0
+        adds = LEVEL * candidate.levels + NODE * candidate.nodes * self.rows
+        return candidate.tau / (1 + adds) if candidate.tau else 1.0
 
     def each(self, method: Any) -> float:
         """Seconds a token of ``method``: median seconds of a round over tokens a round."""

@@ -100,9 +100,9 @@ def plan(
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
     forecasts = tuple(_expected(costs, worth, shape) for shape in candidates)
-    most = max((one.speedup for one in forecasts), default=0.0)
-    near = [one for one in forecasts if one.speedup * NOISE >= most]
-    best = min(near, key=lambda one: one.shape.size, default=None)
+    most = max((forecast.speedup for forecast in forecasts), default=0.0)
+    near = [forecast for forecast in forecasts if forecast.speedup * NOISE >= most]
+    best = min(near, key=lambda forecast: forecast.shape.size, default=None)
     gains = best is not None and best.speedup > 1 + margin
     return Plan(best if gains else None, forecasts, costs)
 

@@ -101,7 +101,7 @@ def zoo(
     shipped = pocket_models()
     if name is not None and name not in shipped:
         raise unknown("pocket model", name, shipped)
-    cards = [_card(one) for one in ([name] if name else shipped)]
+    cards = [_card(model) for model in ([name] if name else shipped)]
     if as_json:
         return emit(cards[0] if name else cards)
     if not cards:

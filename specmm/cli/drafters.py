@@ -75,8 +75,8 @@ def _lines(inspection: Inspection, target: str | None) -> list[str]:
     if inspection.misfits is not None:
         fits = "fits" if not inspection.misfits else "does not fit"
         lines.append(f"  {fits} {target}" + "".join(f"; {why}" for why in inspection.misfits))
-    for one in inspection.drafters:
-        lines += [f"  {line}" for line in _lines(one, None)]
+    for drafter in inspection.drafters:
+        lines += [f"  {line}" for line in _lines(drafter, None)]
     return lines
 
 

@@ -98,9 +98,9 @@ def _unknown_option(error: Any, group: Any) -> str:
     name, context = getattr(error, "option_name", None), error.ctx
     if name is None or context is None:
         return ""
-    known = [one.removeprefix("--") for one in sorted(_options(context.command))]
+    known = [option.removeprefix("--") for option in sorted(_options(context.command))]
     near = nearest(name.lstrip("-").replace("_", "-"), known, OPTION)
-    others = [one for one, command in group.commands.items() if name in _options(command)]
+    others = [option for option, command in group.commands.items() if name in _options(command)]
     hint = f"; did you mean --{' or --'.join(near)}?" if near else ""
     if others and not near:
         hint = f", which is one of specmm {', '.join(others)}"

@@ -388,18 +388,18 @@ def decode_plain(
         check_output(output, target.name)
     token = categorical(output.probs[:, -1], uniforms.draw(1)[:, 0])
     progress = begun(token, length, 0, stop)
-    one = torch.ones_like(token)
+    ones = torch.ones_like(token)
     steps = 0
     while progress.unfinished(sure=True) and steps < length - 1:
         with attention_of_any_length(), clock("verify"):
             output = target.step(token)
             check_output(output, target.name, steps + 1)
         token = categorical(output.probs[:, 0], uniforms.draw(1)[:, 0])
-        progress.gained = progress.take(token[:, None], one), one
+        progress.gained = progress.take(token[:, None], ones), ones
         steps += 1
         look_again()
         yield progress
-    histogram = torch.stack([torch.zeros_like(one), progress.counts - 1], dim=1)
+    histogram = torch.stack([torch.zeros_like(ones), progress.counts - 1], dim=1)
     progress.stats = _stats(histogram, steps, time.perf_counter() - start, clock)
     yield progress
 

@@ -206,7 +206,7 @@ def sample_generators(
             raise ValueError(
                 f"{name} must be one or one for each of the {count} samples, got {len(value)}"
             )
-        seeds = [read(one) for one in value]
+        seeds = [read(item) for item in value]
     else:
         first = secrets.randbelow(FRESH) if value is None else read(value)
         seeds = [first + i for i in range(count)]

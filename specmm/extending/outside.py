@@ -102,7 +102,7 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
     try:
         signature.bind(target, request, *values, **options)
     except TypeError as error:
-        rest = ", ".join(str(one) for one in list(signature.parameters.values())[2:])
+        rest = ", ".join(str(parameter) for parameter in list(signature.parameters.values())[2:])
         raise ValueError(f"drafter {name} takes ({rest}), got {spec}: {error}") from error
     try:
         drafter = thing(target, request, *values, **options)

@@ -43,12 +43,12 @@ def unknown(kind: str, name: object, known: Iterable[str], alike: float = 0.5) -
     if len(str(name)) > MOST_NAME:
         name = f"{str(name)[:MOST_NAME]}…"
     names = sorted(known)
-    folders = {one.rpartition("/")[0] for one in names}
+    folders = {option.rpartition("/")[0] for option in names}
     folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
-    bare = [one.removeprefix(folder) for one in names]
+    bare = [option.removeprefix(folder) for option in names]
     near = nearest(str(name).removeprefix(folder), bare, alike)
     if near:
-        hint = f"did you mean {' or '.join(repr(folder + one) for one in near)}?"
+        hint = f"did you mean {' or '.join(repr(folder + option) for option in near)}?"
     else:
         hint = f"choose from: {', '.join(names) or '(there are none)'}"
     return ValueError(f"unknown {kind} {name!r}; {hint}")

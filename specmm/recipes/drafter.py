@@ -353,7 +353,7 @@ def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
     config = drafter.config
     begun = other.config
     extended = replace(begun, levels=max(begun.levels, config.levels), inner=config.inner)
-    units = [one.inner or one.target.ffn_dim for one in (begun, config)]
+    units = [sizes.inner or sizes.target.ffn_dim for sizes in (begun, config)]
     if extended != config or units[0] > units[1]:
         raise ValueError(
             "start must be a drafter with the same layers and auxiliary layers, and no more "

@@ -163,7 +163,7 @@ def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
     """Changes of the mask token: the config's, one of the target's own, or a neighbour."""
     config = seen.target.model.config.get_text_config(decoder=True)
     ends = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
-    listed = [i for one in ends for i in (one if isinstance(one, list) else [one])]
+    listed = [i for end in ends for i in (end if isinstance(end, list) else [end])]
     around = [reading.mask - 1, reading.mask + 1, 0, seen.probs.shape[-1] - 1]
     for mask in dict.fromkeys([reading.network.config.mask, *listed, *around]):
         if mask is not None and mask != reading.mask and 0 <= mask < seen.probs.shape[-1]:

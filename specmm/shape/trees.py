@@ -278,9 +278,9 @@ def likeliest_and_one(dist: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, T
     others = torch.ones_like(dist).scatter_(-1, likeliest, 0.0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, others)
     rest = rest / rest.sum(-1, keepdim=True)
-    one = categorical(rest, uniforms)
+    drawn = categorical(rest, uniforms)
     probs = rest.unsqueeze(-2).expand(*dist.shape[:-1], k, dist.shape[-1])
-    return torch.cat([one.unsqueeze(-1), likeliest], dim=-1), probs
+    return torch.cat([drawn.unsqueeze(-1), likeliest], dim=-1), probs
 
 
 def sample_siblings_iid(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -103,7 +103,7 @@ def families_by_level(shape: TreeShape) -> list[Families]:
 def _by_level(shape: TreeShape) -> list[Families]:
     of_level = _shared if shape.shared else _ragged
     levels = [of_level(shape, depth) for depth in range(shape.depth)]
-    return [one for one in levels if one.ranks]  # a bound on the depth may exceed the depth
+    return [level for level in levels if level.ranks]  # a bound on the depth may exceed the depth
 
 
 def _shared(shape: TreeShape, level: int | None = None) -> Families:

@@ -71,7 +71,7 @@ def find(
 def _shipped(name: str, suits: Callable[[Path], bool]) -> Path:
     """The folder of a pocket model; raises ``ValueError`` unless its folder ``suits``."""
     shipped = pocket_models()
-    suit = [one for one, folder in shipped.items() if suits(folder)]
+    suit = [model for model, folder in shipped.items() if suits(folder)]
     if name in suit:
         return shipped[name]
     if name in shipped:

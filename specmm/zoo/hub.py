@@ -87,8 +87,8 @@ def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]
     """
     lookups = [_look(name, wanted, source) for wanted in everything]
     _check_cached(name, lookups, source)
-    _check_agreed(name, [file for one in lookups for file in one.missing], source)
-    return [one.folder or _take(name, one, source) for one in lookups]
+    _check_agreed(name, [file for lookup in lookups for file in lookup.missing], source)
+    return [lookup.folder or _take(name, lookup, source) for lookup in lookups]
 
 
 def _look(name: str, wanted: Wanted, source: Source) -> Found:
@@ -218,11 +218,11 @@ def _cached(wanted: Wanted, source: Source, reason: BaseException) -> Found:
 
 def _check_cached(name: str, files: Sequence[Found], source: Source) -> None:
     """Raise ``ValueError`` for files that the cache lacks while the hub cannot be reached."""
-    lacking = [one for one in files if one.absent]
+    lacking = [lookup for lookup in files if lookup.absent]
     if lacking:
         first = lacking[0]
         assert first.reason is not None
-        lacks = ", ".join(one.lacks(name) for one in lacking)
+        lacks = ", ".join(lookup.lacks(name) for lookup in lacking)
         raise _explained(name, first.wanted, source, first.reason, lacks) from first.reason
 
 

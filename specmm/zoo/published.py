@@ -132,13 +132,13 @@ def entry_of(name: str, file: str | None = None) -> Published | None:
         return models[name]
     if not name:
         return None
-    published = next((one for one in models.values() if one.repository == name), None)
+    published = next((entry for entry in models.values() if entry.repository == name), None)
     if published is not None and file is None:
         return published
     of_file = {
-        one.parts[TRANSFORMER].file: one
-        for one in reversed(models.values())
-        if one.parts and one.parts[TRANSFORMER].repository == name
+        entry.parts[TRANSFORMER].file: entry
+        for entry in reversed(models.values())
+        if entry.parts and entry.parts[TRANSFORMER].repository == name
     }
     if file is not None and of_file and file not in of_file:
         raise unknown(f"file of {name}", file, of_file)
@@ -150,9 +150,9 @@ def entry_of(name: str, file: str | None = None) -> Published | None:
 
 def entry_of_file(file: Path) -> Published | None:
     """The first model whose transformer has the name of ``file``; None if there is none."""
-    for one in published_models().values():
-        if one.parts and one.parts[TRANSFORMER].file == file.name and not one.goes_with:
-            return one
+    for entry in published_models().values():
+        if entry.parts and entry.parts[TRANSFORMER].file == file.name and not entry.goes_with:
+            return entry
     return None
 
 

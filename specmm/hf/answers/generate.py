@@ -199,7 +199,7 @@ def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict
     names = dict.fromkeys(["repetition_penalty", *FILTERS, *SCORES])
     named = [name for name in names if config.do_sample or name not in FILTERS]
     settings |= {name: changed[name] for name in named if changed.get(name) not in (None, 0, 1)}
-    callers = [type(one).__name__ for one in processors if _is_callers(one)]
+    callers = [type(processor).__name__ for processor in processors if _is_callers(processor)]
     return settings | ({"logits_processor": "+".join(callers)} if callers else {})
 
 
@@ -287,8 +287,8 @@ def _locals_of_generate() -> dict[str, Any]:
 def _one_streamer(ours: BaseStreamer | None, theirs: BaseStreamer | None) -> BaseStreamer | None:
     """The streamer given here or to generate; ``ValueError`` for both."""
     if ours is not None and theirs is not None:
-        for one in {id(ours): ours, id(theirs): theirs}.values():
-            one.end()
+        for streamer in {id(ours): ours, id(theirs): theirs}.values():
+            streamer.end()
         raise ValueError(
             "streamer must be given once, got one for generate and one for custom_generate; leave "
             "one out"

@@ -87,10 +87,10 @@ class PromptBatch:
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
         each = (prompt, *self.waiting.values())
-        self.lengths = [length for one in each for length in one.lengths.tolist()]
+        self.lengths = [length for row in each for length in row.lengths.tolist()]
         prompt.longest = max((p.width for p in self.waiting.values()), default=0)
-        for one in each:
-            target.check(one)
+        for row in each:
+            target.check(row)
         return prompt.to(target.device, target.dtype)
 
     def queue(self, target: VLMTarget, generators: Sequence[torch.Generator]) -> Queue | None:

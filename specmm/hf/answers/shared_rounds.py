@@ -74,7 +74,7 @@ class KeptRounds:
 
     def take(self, key: Key) -> SharedRounds | None:
         """The rounds of ``key`` if no run uses them; drops those of another model's version."""
-        self.found = {k: one for k, one in self.found.items() if k[-1] == key[-1]}
+        self.found = {k: kept for k, kept in self.found.items() if k[-1] == key[-1]}
         shared = self.found.pop(key, None)
         if shared is None or shared.busy or shared.failed:
             return None

@@ -181,8 +181,8 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
     caching = [(kind, size) for kind, size in zip(kinds, family.layer_sizes, strict=False) if size]
     last = {kind: number for number, (kind, _) in enumerate(caching)}
     for number, kind in enumerate(text.layer_types):
-        one = text.per_layer_config[number]
-        attended = LayerSize(one.num_key_value_heads, one.head_dim, one.head_dim)
+        layer = text.per_layer_config[number]
+        attended = LayerSize(layer.num_key_value_heads, layer.head_dim, layer.head_dim)
         if kind not in last or caching[last[kind]][1] != attended:
             size = caching[last[kind]][1] if kind in last else None
             raise ValueError(

@@ -231,7 +231,7 @@ FORMATS: tuple[DrafterFormat, ...] = (
 
 def recognised(folder: ModelFolder) -> DrafterFormat:
     """The layout of ``folder``; raises ``ValueError`` if it is unknown."""
-    match = next((one for one in FORMATS if one.matches(folder)), None)
+    match = next((known for known in FORMATS if known.matches(folder)), None)
     if match is None:
         kind = folder.facts.get("model_type") or folder.facts.get("architectures")
         raise ValueError(

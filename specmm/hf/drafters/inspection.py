@@ -217,8 +217,8 @@ class _Reader:
             if isinstance(value, int | str) and value:
                 sizes[name] = value
         if weights:
-            sizes["parameters"] = sum(prod(one.shape) for one in weights.values())
-            sizes["dtype"] = ", ".join(sorted({one.dtype for one in weights.values()}))
+            sizes["parameters"] = sum(prod(weight.shape) for weight in weights.values())
+            sizes["dtype"] = ", ".join(sorted({weight.dtype for weight in weights.values()}))
         if self.folder.files:
             sizes["bytes"] = sum(file.stat().st_size for file in self.folder.files)
         return sizes

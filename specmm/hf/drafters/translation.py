@@ -74,7 +74,7 @@ class Translation:
             elif i < vocabulary:
                 letters = text.decode("utf-8", "ignore")
                 spelled = drafter.encode(letters, add_special_tokens=False)
-                ids[i] = next((one for one in reversed(spelled) if one < rows), 0)
+                ids[i] = next((token for token in reversed(spelled) if token < rows), 0)
         for name in ("eos_token_id", "bos_token_id"):
             ours = getattr(target, name, None)
             theirs = getattr(drafter, name, None)

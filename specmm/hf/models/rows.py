@@ -62,7 +62,7 @@ class RowProcessors:
         """Distributions [B, N, V] of ``logits`` [B, N, V]."""
         groups: list[tuple[ProbsProcessor, list[int]]] = []
         for number, row in enumerate(self.rows):
-            alike = next((rows for one, rows in groups if _alike(one, row)), None)
+            alike = next((rows for shared, rows in groups if _alike(shared, row)), None)
             if alike is None:
                 groups.append((row, [number]))
             else:
