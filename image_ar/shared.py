@@ -229,10 +229,10 @@ class PicturePipeline(ABC, Generic[M]):
                 part = slice(first, first + together)
                 rngs = generators[part]
                 watch = Watch(self, heard, move if move.needed() else None)
-                rest = (batch_size, move.ended, watch, record)
+                common = (batch_size, move.ended, watch, record)
                 # the last pictures may be too few for the program, and another would not pay
                 with turn.batch(len(rngs), count - first, len(rngs) >= rows) as on:
-                    drawn = self.draw(Batch(asked[part], rngs, decided, target, on, *rest))
+                    drawn = self.draw(Batch(asked[part], rngs, decided, target, on, *common))
                 if output_type != "latent":
                     pictures.append(self.pixels(drawn.latents))
                 drawn.latents = None  # free the memory before the next batch

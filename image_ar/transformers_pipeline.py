@@ -271,8 +271,8 @@ class TransformersImagePictures(TokenPictures):
             token_ids = self._ids(example, where)
             return token_ids, self._away(token_ids, None, where)
 
-        rest = (self.name, where, ids)
-        return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
+        common = (self.name, where, ids)
+        return PictureTarget(self.transformer, self.facts, processor, guidance, *common)
 
     def work(self, target: PictureTarget) -> tuple[Any, ...]:
         return *super().work(target), (target.layout.rows, target.layout.columns)

@@ -68,9 +68,9 @@ def _check_questions(predictions: Predictions, answers: Answers) -> None:
         (empty, "question must have an answer, got empty ones for {} of {}", answers),
     ):
         if bad:
-            what = f"{rule.format(len(bad), len(group))} (first: {bad[0]!r})"
+            problem = f"{rule.format(len(bad), len(group))} (first: {bad[0]!r})"
             raise ValueError(
-                f"every {what}; use two files of one split, an empty prediction is wrong"
+                f"every {problem}; use two files of one split, an empty prediction is wrong"
             )
 
 
@@ -150,13 +150,13 @@ def bleu(predictions: Predictions, answers: Answers) -> Measurement:
     with needed("BLEU", "captions"):
         from sacrebleu.metrics.bleu import BLEU
     metric = BLEU()
-    most = max(len(texts) for texts in answers.values())
-    padded = [[*texts, *[None] * (most - len(texts))] for texts in answers.values()]
+    longest = max(len(texts) for texts in answers.values())
+    padded = [[*texts, *[None] * (longest - len(texts))] for texts in answers.values()]
     references: Any = list(map(list, zip(*padded, strict=True)))  # None: fewer references
     score = metric.corpus_score([predictions[q] for q in answers], references)
     parts = {f"precision_{n}": p for n, p in enumerate(score.precisions, 1)}
     parts["brevity_penalty"] = score.bp
-    protocol = {"signature": str(metric.get_signature()), "references": most}
+    protocol = {"signature": str(metric.get_signature()), "references": longest}
     return Measurement("bleu", score.score, {**protocol, "counts": [len(answers)]}, parts)
 
 

@@ -137,9 +137,9 @@ def _loss(
     of_first = mean_within(x, wx) - 2 * mean_across(x, reference, wx, wr)
     of_second = mean_within(y, wy) - 2 * mean_across(y, reference, wy, wr)
     differences = of_first - of_second
-    what = "pairs and reference" if paired else "all three sets"
+    sampled = "pairs and reference" if paired else "all three sets"
     protocol = {**facts, "reference_count": len(reference)}
-    interval = bootstrap.of_replicates(differences[1:], what)
+    interval = bootstrap.of_replicates(differences[1:], sampled)
     return Measurement("kid_difference", float(differences[0]), protocol, interval=interval)
 
 

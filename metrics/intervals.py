@@ -74,8 +74,8 @@ def frechet_interval(made: FeatureSet, reference: Gaussian, generator: torch.Gen
         group = FeatureStatistics.of(made.values[rows.to(made.values.device)])
         count = statistics.count - group.count
         total = statistics.total - group.total
-        rest = FeatureStatistics(count, total, statistics.outer - group.outer, statistics.protocol)
-        values.append(frechet_distance(rest, reference).value)
+        kept = FeatureStatistics(count, total, statistics.outer - group.outer, statistics.protocol)
+        values.append(frechet_distance(kept, reference).value)
     spread = float(torch.tensor(values, dtype=torch.float64).std(correction=1))
     reach = student_quantile(len(values) - 1) * spread * (len(values) - 1) / len(values) ** 0.5
     centre = frechet_distance(statistics, reference).value

@@ -116,9 +116,9 @@ def pairs(first: Iterable[T], second: Iterable[U], what: str) -> Iterator[tuple[
     number = 0
     for number, (one, two) in enumerate(itertools.zip_longest(first, second, fillvalue=end), 1):
         if one is end or two is end:
-            more = "first" if two is end else "second"
+            longer = "first" if two is end else "second"
             raise ValueError(
-                f"there must be as many {what}, got a number {number} only of the {more}"
+                f"there must be as many {what}, got a number {number} only of the {longer}"
             )
         yield one, two  # type: ignore[misc]  # neither is the end
     if not number:

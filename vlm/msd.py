@@ -286,13 +286,13 @@ def _check_sizes(head: MSDHead, target: VLMTarget) -> None:
             f"head.to({output.dtype})"
         )
     vocabulary, width = output.shape
-    for what, ours, theirs in (
+    for name, ours, theirs in (
         ("width", head.config.hidden_size, width),
         ("vocabulary", head.config.vocab_size, vocabulary),
     ):
         if ours != theirs:
             raise ValueError(
-                f"drafter must have the target's {what} {theirs}, got {ours}; "
+                f"drafter must have the target's {name} {theirs}, got {ours}; "
                 "use one trained for it"
             )
 

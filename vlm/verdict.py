@@ -262,10 +262,10 @@ def log_perplexities(
 def _append(inputs: dict[str, Any], answers: Sequence[list[int]]) -> dict[str, Any]:
     """A batch of one prompt with each of ``answers`` after it, its pictures repeated by row."""
     count = len(answers)
-    most = max(map(len, answers))
+    size = max(map(len, answers))
     ids = inputs["input_ids"]
-    tails = torch.tensor([a + [0] * (most - len(a)) for a in answers], device=ids.device)
-    masks = torch.tensor([[1] * len(a) + [0] * (most - len(a)) for a in answers], device=ids.device)
+    tails = torch.tensor([a + [0] * (size - len(a)) for a in answers], device=ids.device)
+    masks = torch.tensor([[1] * len(a) + [0] * (size - len(a)) for a in answers], device=ids.device)
     rows = {}
     for name, value in {**inputs, "attention_mask": torch.ones_like(ids)}.items():
         wide = torch.cat([value] * count)

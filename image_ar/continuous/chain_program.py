@@ -86,8 +86,8 @@ class ChainProgram:
 
     def __call__(self, rows: list[Tensor], streams: tuple[PictureStreams, PictureStreams]) -> None:
         """Advance ``rows``, tensors of ``ChainRows``, in place by all rounds a program can run."""
-        left = (rows[0] < self.steps).view(self.batch, -1).any(1)
-        there = left.nonzero().flatten().tolist()
+        unfinished = (rows[0] < self.steps).view(self.batch, -1).any(1)
+        there = unfinished.nonzero().flatten().tolist()
         moved = rows
         goes_on = True
         while goes_on:

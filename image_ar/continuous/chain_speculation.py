@@ -85,12 +85,12 @@ def speculate(
     program: ChainProgram | None = None
     if programs is not None and len(set(rows)) == 1:
         program = programs(bound, tables, temperature, len(rows))
-    while len(left := run.left()):
+    while len(unfinished := run.left()):
         if program is not None:
             program(run.rows, run.streams)
-            left = run.left()
-        if len(left):
-            run.round(left)
+            unfinished = run.left()
+        if len(unfinished):
+            run.round(unfinished)
     calls = run.now.calls.tolist()
     tokens = torch.from_numpy(run.now.eta).to(bound.head.device)
     return Speculated(finite(tokens), calls, max(calls))
@@ -131,10 +131,10 @@ class ChainRun:
         """The rows that are not finished [N]."""
         return np.flatnonzero(self.now.k < self.steps)
 
-    def round(self, left: Array) -> None:
-        """A round of the rows ``left`` [N]."""
-        self.played = left.tolist()
-        at = slice(None) if len(left) == len(self.pictures) else left  # views, mostly
+    def round(self, unfinished: Array) -> None:
+        """A round of the ``unfinished`` rows [N]."""
+        self.played = unfinished.tolist()
+        at = slice(None) if len(unfinished) == len(self.pictures) else unfinished  # views, mostly
         rows = ChainRows(*(x[at] for x in self.now))
         numbers = StreamNumbers(self.streams, self.pictures[at], self.batch)
         for x, value in zip(self.now, play_round(self, rows, numbers), strict=True):

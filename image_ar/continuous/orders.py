@@ -79,9 +79,9 @@ class MARSettings:
         The guidance scale rises from 1 to nearly ``cfg`` as tokens become known (``linear``), or is
         ``cfg`` throughout (``constant``).
         """
-        left = mask_lengths(length, self.num_iter)
+        masked = mask_lengths(length, self.num_iter)
         groups = []
-        for (last, first), unknown in zip(pairwise([length, *left[:-1], 0]), left, strict=True):
+        for (last, first), unknown in zip(pairwise([length, *masked[:-1], 0]), masked, strict=True):
             rising = 1 + (self.cfg - 1) * (length - unknown) / length
             if first < last:
                 scale = self.cfg if self.cfg_schedule == "constant" else rising
@@ -102,11 +102,11 @@ def mask_lengths(length: int, iterations: int) -> list[int]:
     iterations in between draw nothing.
     """
     lengths = []
-    left = length
+    masked = length
     for k in range(iterations):
         cosine = math.floor(length * math.cos(math.pi / 2 * (k + 1) / iterations))
-        left = max(1, min(left - 1, cosine))
-        lengths.append(left)
+        masked = max(1, min(masked - 1, cosine))
+        lengths.append(masked)
     return lengths
 
 

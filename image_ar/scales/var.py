@@ -352,8 +352,8 @@ class VAR(nn.Module):
         start = self.start(cond.embedding, positions)
         first = start.shape[1]
         stop = first + inputs.shape[1]
-        rest = self.word_embed(inputs.to(self.dtype)) + positions[:, first:stop]
-        x = torch.cat([start, rest], dim=1)
+        later = self.word_embed(inputs.to(self.dtype)) + positions[:, first:stop]
+        x = torch.cat([start, later], dim=1)
         x = self.run(x, cond, self.attn_bias_for_masking[:, :, :stop, :stop])
         return self.logits(self.normed(x, cond.head))
 

@@ -130,12 +130,12 @@ class MultiScaleQuantizer(nn.Module):
 
     def residuals(self, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """By scale, the residual [B, p², E] of ``features`` [B, E, P, P] and its tokens [B, p²]."""
-        rest = features.float()
+        residual = features.float()
         for k in range(len(self.schedule)):
-            rows = self.downsample(rest, k)
+            rows = self.downsample(residual, k)
             tokens = self.nearest(rows)
             yield rows, tokens
-            rest = rest - self.contribution(self.codes(tokens), k)
+            residual = residual - self.contribution(self.codes(tokens), k)
 
     @torch.no_grad()
     def encode(self, features: Tensor) -> list[Tensor]:

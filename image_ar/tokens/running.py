@@ -107,8 +107,8 @@ class TokenPictures(PicturePipeline[methods.Method]):
         queue = None
         if len(batch.generators) > batch.rows:
             every = batch.of
-            rest = (batch.generators, batch.rows, batch.ended)
-            queue = Queue(lambda i: every[i : i + 1], *rest)
+            common = (batch.generators, batch.rows, batch.ended)
+            queue = Queue(lambda i: every[i : i + 1], *common)
             first = slice(batch.rows)
             batch = replace(batch, of=batch.of[first], generators=batch.generators[first])
         target = batch.on

@@ -302,6 +302,6 @@ def log_likelihood(target: LlamaGenTarget, prompt: Prompt, tokens: Tensor) -> Te
     first = judge.prefill(prompt, tokens.shape[1]).probs[:, -1:]  # [B, 1, V]
     chain = TreeShape.chain(tokens.shape[1] - 1, tokens.device)
     # the distribution after token i is that of token i + 1
-    rest = judge.score(DraftTree(tokens, chain)).probs[:, :-1]
-    chosen = torch.cat([first, rest], dim=1).gather(-1, tokens[..., None]).squeeze(-1)
+    later = judge.score(DraftTree(tokens, chain)).probs[:, :-1]
+    chosen = torch.cat([first, later], dim=1).gather(-1, tokens[..., None]).squeeze(-1)
     return chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log().mean(1)

@@ -88,7 +88,7 @@ def _at(values, order, index):
 
 
 @triton.jit
-def _rest(now, scale, token, draft, v, V, DRAWN: tl.constexpr):
+def _residual(now, scale, token, draft, v, V, DRAWN: tl.constexpr):
     """(``scale`` ``now`` - q)+ of the tokens ``v`` [BLOCK]; a point mass removes its token."""
     target = tl.load(now + v, mask=v < V, other=0.0) * scale
     if DRAWN:
@@ -102,9 +102,9 @@ def _reject(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.con
     total = tl.full([], 0.0, now.dtype.element_ty)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        rest = _rest(now, scale, token, draft, v, V, DRAWN)
-        tl.store(out + v, rest, mask=v < V)
-        total += tl.sum(rest, 0)
+        residual = _residual(now, scale, token, draft, v, V, DRAWN)
+        tl.store(out + v, residual, mask=v < V)
+        total += tl.sum(residual, 0)
     tl.debug_barrier()  # other threads of the program gather from it
     return total
 
@@ -166,11 +166,11 @@ def _lower(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.cons
     total = tl.full([], 0.0, now.dtype.element_ty)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        total += tl.sum(_rest(now, scale, token, draft, v, V, DRAWN), 0)
+        total += tl.sum(_residual(now, scale, token, draft, v, V, DRAWN), 0)
     if total > 0:
         for start in range(0, V, BLOCK):
             v = start + tl.arange(0, BLOCK)
-            tl.store(out + v, _rest(now, scale, token, draft, v, V, DRAWN), mask=v < V)
+            tl.store(out + v, _residual(now, scale, token, draft, v, V, DRAWN), mask=v < V)
     tl.debug_barrier()  # other threads of the program gather from it
     return total
 

@@ -201,8 +201,8 @@ def tree_attention(
         **tile,
     )
     grid = (rows * kv, tiles, splits)
-    rest = (mask.lengths, shut, parts, lse, *sizes)
-    _attend[grid](q, keys, values, words, *rest, W=words.shape[-1], **options)
+    common = (mask.lengths, shut, parts, lse, *sizes)
+    _attend[grid](q, keys, values, words, *common, W=words.shape[-1], **options)
     if splits > 1:
         block_d = tile["BLOCK_D"]
         _merge[(rows * nodes * heads,)](parts, lse, out, splits, D=width, BLOCK_D=block_d)

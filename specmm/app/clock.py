@@ -63,8 +63,8 @@ def race(lanes: Sequence[Racer], most: float, at_a_time: float = SLICE) -> Itera
     Raises ``ValueError`` if a lane takes longer than ``most`` seconds.
     """
     shown_at = spent = 0.0
-    while left := [lane for lane in lanes if lane.out is None]:
-        behind = min(left, key=lambda lane: lane.clock.seconds)
+    while running := [lane for lane in lanes if lane.out is None]:
+        behind = min(running, key=lambda lane: lane.clock.seconds)
         behind.advance(at_a_time)
         now = behind.clock.seconds
         if now > most:

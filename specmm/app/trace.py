@@ -89,7 +89,7 @@ def drawing_of(nodes: Sequence[Node], named: Named) -> str:
     height = int(max(y for _, y in places) + DOWN)
     drafts = [node for node in nodes[1:] if node.drafted]
     kept = sum(node.kept for node in drafts)
-    what = f"A tree of {len(drafts)} drafts, of which {kept} were kept"
+    title = f"A tree of {len(drafts)} drafts, of which {kept} were kept"
     lines = []
     texts = []
     for node, (x, y) in zip(nodes, places, strict=True):
@@ -108,7 +108,7 @@ def drawing_of(nodes: Sequence[Node], named: Named) -> str:
         texts.append(f'<text {anchor} font-weight="{weight}" fill="currentColor">{text}</text>')
     body = "".join(lines + texts)
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    svg = f'<svg {size} role="img" aria-label="{what}" font-size="12">{body}</svg>'
+    svg = f'<svg {size} role="img" aria-label="{title}" font-size="12">{body}</svg>'
     return f'<div class="scrolled" tabindex="0" role="group" aria-label="Draft tree">{svg}</div>'
 
 

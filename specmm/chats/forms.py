@@ -215,8 +215,8 @@ class _Said:
         if isinstance(content, str):
             return [_text(content)] if role == "assistant" else self._marked(content)
         if not isinstance(content, list):
-            what = "an answer" if role == "assistant" else f"a {role} message"
-            raise Unusable(f"{what} that is no text, but {shown(content)}", f"{what} is no text")
+            kind = "an answer" if role == "assistant" else f"a {role} message"
+            raise Unusable(f"{kind} that is no text, but {shown(content)}", f"{kind} is no text")
         return list(chain.from_iterable(map(self._part, content)))
 
     def _marked(self, text: str) -> list[Part]:

@@ -305,8 +305,8 @@ class Record:
         return min(lacking, key=lambda each: each[0])[1]
 
     def _cost(self, candidate: Candidate, order: Sequence[Candidate], few: int) -> float:
-        """The expected cost of a trial of ``candidate``, in tokens of plain decoding. A trial of plain
-        decoding includes the trial of another method, without which it is useless.
+        """The expected cost of a trial of ``candidate``, in tokens of plain decoding. A trial of
+        plain decoding includes the trial of another method, without which it is useless.
         """
         plain = self.samples.get(PLAIN.method)
         if not plain:

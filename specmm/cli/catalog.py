@@ -48,14 +48,14 @@ def methods_command(as_json: Json = False) -> None:
         return emit({"methods": families, **names, **described})
     for family, kinds in families.items():
         typer.echo(family)
-        for name, (claim, what) in kinds.items():
-            typer.echo(f"  {name:14} {claim:14} {what}")
+        for name, (claim, line) in kinds.items():
+            typer.echo(f"  {name:14} {claim:14} {line}")
     typer.echo("method draft: any drafter, tree and rule, as")
     typer.echo("  draft(drafter=block, tree=delayed(1, 3, 2), rule=specinfer)")
     for title, entries in names.items():
         typer.echo("\n  ".join([title, *entries]))
     for title, lines in described.items():
-        typer.echo("\n".join([title, *(f"  {name:40} {what}" for name, what in lines.items())]))
+        typer.echo("\n".join([title, *(f"  {name:40} {line}" for name, line in lines.items())]))
 
 
 def _said(rule: object) -> str:

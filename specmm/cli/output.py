@@ -121,7 +121,7 @@ def stdout_reserved() -> contextlib.AbstractContextManager[object]:
 
 def counted(numbers: Mapping[str, int]) -> str:
     """A line with the ``numbers`` of files by kind, the total first."""
-    return ", ".join(f"{number} {what}" for what, number in numbers.items())
+    return ", ".join(f"{number} {name}" for name, number in numbers.items())
 
 
 def say(text: str) -> None:

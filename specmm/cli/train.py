@@ -68,8 +68,8 @@ def train(
         return None  # the first process says it
     if as_json:
         return emit(metrics)
-    what = " of ".join(str(metrics[k]) for k in ("kind", "model") if k in metrics)
-    say(f"trained {what}, {metrics['steps']} steps: {', '.join(metrics['outputs'])}")
+    subject = " of ".join(str(metrics[k]) for k in ("kind", "model") if k in metrics)
+    say(f"trained {subject}, {metrics['steps']} steps: {', '.join(metrics['outputs'])}")
 
 
 def _listed(file: Path) -> tuple[str, str]:

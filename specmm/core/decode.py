@@ -458,8 +458,8 @@ def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> P
         tokens = token.new_zeros(len(token), room(length + spare) if spare else length)
         none, limits = token.new_zeros(len(token)), token.new_full((len(token),), length)
     excess = torch.zeros((), device=token.device)
-    rest = (Stats(), excess, excess.clone(), stop, length)
-    progress = Progress(tokens, none, limits, *rest)
+    common = (Stats(), excess, excess.clone(), stop, length)
+    progress = Progress(tokens, none, limits, *common)
     progress.take(token[:, None], torch.ones_like(token))
     return progress
 

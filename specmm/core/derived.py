@@ -223,15 +223,15 @@ def form_of(network: nn.Module) -> list[Any]:
     for hooks in (_global_forward_hooks, _global_forward_pre_hooks):  # of all modules there are
         form += hooks.keys()
     classes, visited = set(), set()
-    left = [network]
-    while left:  # faster than network.modules()
-        module = left.pop()
+    pending = [network]
+    while pending:  # faster than network.modules()
+        module = pending.pop()
         if module in visited:
             continue
         visited.add(module)
         classes.add(type(module))
         attributes = module.__dict__
-        left += filter(None, attributes["_modules"].values())
+        pending += filter(None, attributes["_modules"].values())
         form.append(ref(module))
         for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
             if hooks:  # by numbers that PyTorch gives to no other hook

@@ -194,12 +194,12 @@ class Processor:
         if self.top_p == 1:
             return kth_largest(logits, k)
         ordered = descending(logits)
-        least = ordered[..., k - 1 : k]
-        pool = ordered if self.top_p_first else ordered.masked_fill(ordered < least, float("-inf"))
+        kth = ordered[..., k - 1 : k]
+        pool = ordered if self.top_p_first else ordered.masked_fill(ordered < kth, float("-inf"))
         # the mass above each token, 0 for the first
         above = F.pad(pool.softmax(-1).cumsum(-1)[..., :-1], (1, 0))
         count = (above <= self.top_p).sum(-1, keepdim=True)
-        return torch.maximum(pool.gather(-1, count - 1), least)
+        return torch.maximum(pool.gather(-1, count - 1), kth)
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None

@@ -91,8 +91,8 @@ class Uniforms:
         return self.generators[0].device
 
     def draw(self, count: int) -> Tensor:
-        left = self._block.shape[1] - self._used
-        if left < count:
+        unused = self._block.shape[1] - self._used
+        if unused < count:
             fresh = [self._next(row, max(BLOCK, count)) for row in range(len(self.generators))]
             self._block = torch.cat([self._block[:, self._used :], torch.stack(fresh)], dim=1)
             self._used = 0
@@ -118,16 +118,16 @@ class Uniforms:
         device = generator.device
         # always whole blocks: on a GPU a stream depends on how many numbers a call draws
         size = GPU_BLOCK if device.type == "cuda" else BLOCK
-        rest = self._rest[row]
-        if len(rest) < count:
-            blocks = range(math.ceil((count - len(rest)) / size))
+        numbers = self._rest[row]
+        if len(numbers) < count:
+            blocks = range(math.ceil((count - len(numbers)) / size))
             fresh = [
                 torch.rand(size, generator=generator, device=device, dtype=self.dtype)
                 for _ in blocks
             ]
-            rest = torch.cat([rest, *fresh])
-        self._rest[row] = rest[count:]
-        return rest[:count]
+            numbers = torch.cat([numbers, *fresh])
+        self._rest[row] = numbers[count:]
+        return numbers[:count]
 
 
 class RowNumbers:

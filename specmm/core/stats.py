@@ -155,8 +155,8 @@ class Certificate:
         text: str = self.kind
         if self.kind == "bounded":
             assert self.tv is not None, "it was measured"
-            most = math.ceil(round(self.tv * 1e4, 6)) / 1e4  # rounded up: the claim stays true
-            text += f", total variation a token at most {most:.4f} on average (measured)"
+            shown = math.ceil(round(self.tv * 1e4, 6)) / 1e4  # rounded up: the claim stays true
+            text += f", total variation a token at most {shown:.4f} on average (measured)"
         text += f": {self.reason}"
         if self.settings:
             named = ", ".join(f"{name} {value}" for name, value in self.settings.items())
@@ -183,13 +183,13 @@ def merged_certificate(parts: Sequence[tuple[Certificate, float]]) -> Certificat
     if not parts:
         return None
     order = ("exact", "bounded", "heuristic")
-    least = max((part for part, _ in parts), key=lambda part: order.index(part.kind))
-    reasons = dict.fromkeys(part.reason for part, _ in parts if part.kind == least.kind)
-    least = replace(least, reason="; ".join(reasons))
-    if least.kind != "bounded":
-        return least
+    weakest = max((part for part, _ in parts), key=lambda part: order.index(part.kind))
+    reasons = dict.fromkeys(part.reason for part, _ in parts if part.kind == weakest.kind)
+    weakest = replace(weakest, reason="; ".join(reasons))
+    if weakest.kind != "bounded":
+        return weakest
     total = sum(weight for _, weight in parts)
-    return replace(least, tv=sum((part.tv or 0.0) * weight for part, weight in parts) / total)
+    return replace(weakest, tv=sum((part.tv or 0.0) * weight for part, weight in parts) / total)
 
 
 def speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:

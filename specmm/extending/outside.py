@@ -102,8 +102,8 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
     try:
         signature.bind(target, request, *values, **options)
     except TypeError as error:
-        rest = ", ".join(str(parameter) for parameter in list(signature.parameters.values())[2:])
-        raise ValueError(f"drafter {name} takes ({rest}), got {spec}: {error}") from error
+        others = ", ".join(str(parameter) for parameter in list(signature.parameters.values())[2:])
+        raise ValueError(f"drafter {name} takes ({others}), got {spec}: {error}") from error
     try:
         drafter = thing(target, request, *values, **options)
     except AttributeError as error:

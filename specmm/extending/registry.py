@@ -175,14 +175,14 @@ def parse_spec(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
     Raises ``ValueError`` for anything else.
     """
-    name, bracket, rest = text.strip().partition("(")
+    name, bracket, arguments = text.strip().partition("(")
     if not bracket:
         return name.strip(), [], {}
-    if not rest.endswith(")"):
+    if not arguments.endswith(")"):
         raise ValueError(f"a choice must read NAME or NAME(KEY=VALUE, …), got {text!r}")
     values: list[Any] = []
     options: dict[str, Any] = {}
-    for part in filter(None, (p.strip() for p in rest[:-1].split(","))):
+    for part in filter(None, (p.strip() for p in arguments[:-1].split(","))):
         key, equals, value = part.rpartition("=")
         if equals:
             options[key.strip().replace("-", "_")] = _value(value.strip())

@@ -273,8 +273,8 @@ def _finite(x: Tensor) -> bool:
 
 def some_names(names: Collection[str]) -> str:
     """The first of ``names``, and how many more there are."""
-    more = len(names) - SHOWN
-    return ", ".join(list(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    others = len(names) - SHOWN
+    return ", ".join(list(names)[:SHOWN]) + (f" and {others} more" if others > 0 else "")
 
 
 def save_readable(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str]) -> None:

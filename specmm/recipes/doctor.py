@@ -197,12 +197,12 @@ def _otherwise(opened: Conversations, count: int) -> Iterator[tuple[str, VLMProm
     ]
     for thinking in (True, False):
         if reader.thinking_known:
-            other = copy.copy(reader)
-            other.tell(thinking)
-            ways.append((f"with{'' if thinking else 'out'} thinking", other, lambda chat: chat))
+            variant = copy.copy(reader)
+            variant.tell(thinking)
+            ways.append((f"with{'' if thinking else 'out'} thinking", variant, lambda chat: chat))
     prompts = opened.prompts(count).rows()
-    for way, other, edit in ways:
-        prompt = opened.prompts(count, other, edit)
+    for way, variant, edit in ways:
+        prompt = opened.prompts(count, variant, edit)
         if prompt.rows() != prompts:
             yield way, prompt
 

@@ -414,16 +414,16 @@ def chances(p: Tensor, q: Tensor, tokens: Tensor, ranks: int, generator: torch.G
     """
     at = tokens[:, None]
     probs = p.gather(1, at).clamp(min=1e-30)
-    left = p.clone()  # the part of p that drafts so far have not taken
+    remaining = p.clone()  # the part of p that drafts so far have not taken
     columns = []
     for _ in range(ranks):
-        offered = left.sum(1, keepdim=True) * q
-        columns.append((torch.minimum(left, offered).gather(1, at) / probs)[:, 0])
-        left -= offered
-        refused = (-left).clamp_(min=0)
+        offered = remaining.sum(1, keepdim=True) * q
+        columns.append((torch.minimum(remaining, offered).gather(1, at) / probs)[:, 0])
+        remaining -= offered
+        refused = (-remaining).clamp_(min=0)
         uniform = torch.rand(len(p), generator=generator, device=p.device)
         token = categorical(refused, uniform)  # any where none can be refused: nothing is left then
-        left.clamp_(min=0)
+        remaining.clamp_(min=0)
         q = q.scatter(1, token[:, None], 0.0)
         q /= q.sum(1, keepdim=True).clamp(min=1e-30)
     return torch.stack(columns, 1).clamp(0, 1)

@@ -329,20 +329,20 @@ class _Loop:
         saved = _read(path)
         if saved is None:
             return 0, None
-        other = "give another out, or remove it"
+        advice = "give another out, or remove it"
         _check_same(path, saved, {**dict.fromkeys(saved.get("made_of", {})), **self.run.made_of})
         if saved["step"] > self.run.steps:
             raise ValueError(
-                f"{path} has {saved['step']} steps, more than the {self.run.steps} asked: {other}"
+                f"{path} has {saved['step']} steps, more than the {self.run.steps} asked: {advice}"
             )
         try:
             self.model.load_state_dict(saved["model"])
         except RuntimeError as error:
             reason = str(error).splitlines()[-1].strip()
-            raise ValueError(f"{path} is of another model ({reason}): {other}") from error
+            raise ValueError(f"{path} is of another model ({reason}): {advice}") from error
         if len(saved["optimizers"]) != len(self.optimizers):
             counts = f"{len(saved['optimizers'])} optimizers, this one has {len(self.optimizers)}"
-            raise ValueError(f"{path} is of a training with {counts}: {other}")
+            raise ValueError(f"{path} is of a training with {counts}: {advice}")
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.best = saved.get("best")

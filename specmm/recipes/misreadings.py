@@ -148,8 +148,8 @@ def _of_blocks(reading: BlockReading, seen: Evidence) -> Tried:
         if reaches != reaches_read:
             yield named, hint, {"reaches": reaches}
     named = "blocks that see all of themselves" if causal else "causal blocks"
-    other = tuple(replace(reach, causal=not causal) for reach in reaches_read)
-    yield named, "places see others of their block", {"reaches": other}
+    reversed_reaches = tuple(replace(reach, causal=not causal) for reach in reaches_read)
+    yield named, "places see others of their block", {"reaches": reversed_reaches}
     size = reading.size
     for length in sorted({*BLOCKS, size - 1, size + 1, 2 * size, size // 2} - {size}):
         if length >= (1 if reading.anchor else 2):  # a place drafts its own token, or the next

@@ -127,13 +127,13 @@ def _build(splits: Splits, total: int) -> list[int]:
     for ranks in splits:
         below: list[tuple[int, int]] = []
         for node, budget in level:
-            left = budget
+            remaining = budget
             for share in ranks:
-                size = int(share[left])
+                size = int(share[remaining])
                 if size == 0:
                     break
                 below.append((len(parents), size - 1))
                 parents.append(node)
-                left -= size
+                remaining -= size
         level = below
     return parents

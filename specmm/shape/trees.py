@@ -128,7 +128,7 @@ class TreeKind:
                 "a tree must be made by a function of numbers and device, as fan(width, *, "
                 f"device='cpu'), got {name}"
             )
-        spelling = f"{name}({', '.join(one for one in parameters if one != 'device')})"
+        spelling = f"{name}({', '.join(name_ for name_ in parameters if name_ != 'device')})"
         return cls(make, spelling, summary(make) or name)
 
 
@@ -274,12 +274,12 @@ def likeliest_and_one(dist: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, T
     """
     _check_count(dist, k)
     likeliest = largest(dist, k - 1)[1]
-    rest = dist.scatter(-1, likeliest, 0.0)
+    remaining = dist.scatter(-1, likeliest, 0.0)
     others = torch.ones_like(dist).scatter_(-1, likeliest, 0.0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, others)
-    rest = rest / rest.sum(-1, keepdim=True)
-    drawn = categorical(rest, uniforms)
-    probs = rest.unsqueeze(-2).expand(*dist.shape[:-1], k, dist.shape[-1])
+    remaining = torch.where(remaining.sum(-1, keepdim=True) > 0, remaining, others)
+    remaining = remaining / remaining.sum(-1, keepdim=True)
+    drawn = categorical(remaining, uniforms)
+    probs = remaining.unsqueeze(-2).expand(*dist.shape[:-1], k, dist.shape[-1])
     return torch.cat([drawn.unsqueeze(-1), likeliest], dim=-1), probs
 
 

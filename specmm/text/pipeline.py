@@ -226,20 +226,20 @@ class TextPipeline(Pipeline):
             return None  # a graph pays within a few rounds
         method = options.chosen(methods.TEXT, self.method)
         rows = self._rows(prompts, options)
-        rest = (options.batch_size, bool(options.stops))
-        key = (method, options.processor, rows, room(options.max_new_tokens), *rest)
+        common = (options.batch_size, bool(options.stops))
+        key = (method, options.processor, rows, room(options.max_new_tokens), *common)
         return self.works.of(self.model, key)
 
     def _pays(self, work: Work, prompts: str | Sequence[str] | None, options: Options) -> bool:
         """Whether compiling the call pays and is possible."""
-        most = options.max_new_tokens * self._rows(prompts, options)
+        tokens = options.max_new_tokens * self._rows(prompts, options)
         method = options.chosen(methods.TEXT, self.method)
         quick = replace(options, compiled=True)
 
         def make() -> SharedRounds:
             return self.rounds_of(method, self.target(method, options), quick)
 
-        return work.programs(most, make) is not None
+        return work.programs(tokens, make) is not None
 
 
 def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:

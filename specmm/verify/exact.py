@@ -29,10 +29,10 @@ from specmm.shape.trees import Siblings
 from specmm.verify.rule import Decisions
 
 
-def normalised(rest: Tensor, fallback: Tensor) -> Tensor:
-    """``rest`` [..., V] scaled to total 1; ``fallback`` where its total is 0."""
-    total = rest.sum(-1, keepdim=True)
-    return torch.where(total > 0, rest / total, fallback)
+def normalised(residual: Tensor, fallback: Tensor) -> Tensor:
+    """``residual`` [..., V] scaled to total 1; ``fallback`` where its total is 0."""
+    total = residual.sum(-1, keepdim=True)
+    return torch.where(total > 0, residual / total, fallback)
 
 
 def take(probs: Tensor, token: Tensor) -> Tensor:
@@ -193,9 +193,9 @@ def _along_a_chain(tree: DraftTree, p: Tensor, step: Step, chance: Chance) -> De
         draft = (node + 1).clamp(max=tree.shape.size - 1)
         dist = None if probs is None else at_nodes(probs, draft)
         before = at_nodes(p, node)
-        _, rest = step(before, Trial(tree.tokens.gather(1, draft), dist, 0))
+        _, residual = step(before, Trial(tree.tokens.gather(1, draft), dist, 0))
         is_last = (draft == node)[..., None]  # no draft follows it
-        return torch.where(is_last, before, rest)[:, 0]
+        return torch.where(is_last, before, residual)[:, 0]
 
     return Decisions(accept, after)
 
@@ -204,11 +204,13 @@ def _try(walk: Families, target: Tensor, trial: Trial, step: Step) -> tuple[Tens
     """``step`` on one rank; ``target`` [B, P, V] of families without a child of this rank stays."""
     count = trial.token.shape[1]
     now = target[:, :count]
-    chance, rest = step(now, trial)
+    chance, residual = step(now, trial)
     if walk.real is not None:
         real = walk.real[trial.rank]
-        return torch.where(real, chance, 0.0), torch.where(real[..., None], rest, now)
-    return chance, rest if count == target.shape[1] else torch.cat([rest, target[:, count:]], dim=1)
+        return torch.where(real, chance, 0.0), torch.where(real[..., None], residual, now)
+    if count < target.shape[1]:
+        residual = torch.cat([residual, target[:, count:]], dim=1)
+    return chance, residual
 
 
 def top_down_measured(tree: DraftTree, p: Tensor, step: Step, strict: Step) -> Decisions:
@@ -258,7 +260,7 @@ def strict_step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
 
     A point mass has q = 1 at its token.
     """
-    return strict_chance(target, trial), strict_rest(target, trial)
+    return strict_chance(target, trial), strict_residual(target, trial)
 
 
 def strict_chance(target: Tensor, trial: Trial) -> Tensor:
@@ -274,13 +276,13 @@ def kept_with(mass: Tensor, trial: Trial) -> Tensor:
     return (mass / drawn).clamp(max=1)
 
 
-def strict_rest(target: Tensor, trial: Trial) -> Tensor:
+def strict_residual(target: Tensor, trial: Trial) -> Tensor:
     """norm((p - q)+) [B, F, V], what is left once the drafts are rejected."""
     if trial.probs is None:
-        rest = target.scatter(-1, trial.token.unsqueeze(-1), 0.0)
+        residual = target.scatter(-1, trial.token.unsqueeze(-1), 0.0)
     else:
-        rest = (target - trial.probs).clamp_(min=0)
-    return normalised(rest, target)
+        residual = (target - trial.probs).clamp_(min=0)
+    return normalised(residual, target)
 
 
 @dataclass(frozen=True)
@@ -333,11 +335,11 @@ def point_masses(tree: DraftTree, p: Tensor) -> Decisions:
     token = tree.tokens.gather(1, wide.flatten(1)).view_as(wide)  # [B, P, K]
     repeated = (token[..., :, None] == token[..., None, :]).tril(-1).any(-1)
     mass = torch.where((children >= 0) & ~repeated, take(target, token), 0.0)
-    rest = target.scatter_add(-1, token, -mass)  # x - x is 0 exactly
-    none = rest.sum(-1, keepdim=True)
-    left = none + mass.flip(-1).cumsum(-1).flip(-1)
-    chance = (mass / left.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1)
-    probs = p.index_copy(1, inner, torch.where(none > 0, rest, target))
+    residual = target.scatter_add(-1, token, -mass)  # x - x is 0 exactly
+    none = residual.sum(-1, keepdim=True)
+    remaining = none + mass.flip(-1).cumsum(-1).flip(-1)
+    chance = (mass / remaining.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1)
+    probs = p.index_copy(1, inner, torch.where(none > 0, residual, target))
     return Decisions(by_node(tree, children.flatten(1), chance.flatten(1)), probs)
 
 

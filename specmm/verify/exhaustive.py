@@ -70,15 +70,15 @@ def _node_probs(probs: Tensor, earlier_siblings: Tensor, siblings: int, scheme: 
         return probs
     if scheme == "without replacement":
         untried = torch.ones_like(probs).scatter(1, earlier_siblings, 0.0)
-        rest = torch.where((probs * untried).sum(1, keepdim=True) > 0, probs * untried, untried)
-        return rest / rest.sum(1, keepdim=True)
+        residual = torch.where((probs * untried).sum(1, keepdim=True) > 0, probs * untried, untried)
+        return residual / residual.sum(1, keepdim=True)
     best = probs.argsort(dim=1, descending=True, stable=True)
     if scheme == "top":
         return one_hot(best[:, rank], probs)
     if rank:
         return one_hot(best[:, rank - 1], probs)
-    rest = probs.scatter(1, best[:, : siblings - 1], 0.0)
-    return rest / rest.sum(1, keepdim=True)
+    residual = probs.scatter(1, best[:, : siblings - 1], 0.0)
+    return residual / residual.sum(1, keepdim=True)
 
 
 def sequence_probs(target: Tables, length: int) -> Tensor:

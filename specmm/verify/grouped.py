@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 
 from specmm.core.tree import DraftTree
-from specmm.verify.exact import Trial, strict_rest, strict_step, take, top_down, top_down_measured
+from specmm.verify.exact import (
+    Trial,
+    strict_residual,
+    strict_step,
+    take,
+    top_down,
+    top_down_measured,
+)
 from specmm.verify.lantern import Neighbourhood
 from specmm.verify.rule import Decisions
 
@@ -68,7 +75,7 @@ class Grouped:
         return top_down(tree, p, self._step, self._chance)
 
     def _step(self, target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        return self._chance(target, trial), strict_rest(target, trial)
+        return self._chance(target, trial), strict_residual(target, trial)
 
     def _chance(self, target: Tensor, trial: Trial) -> Tensor:
         """min(1, p(G) / q(G)) [B, F] of the drafts under ``target`` [B, F, V]."""

@@ -41,7 +41,7 @@ from specmm.verify.exact import (
     kept_with,
     normalised,
     one_hot,
-    strict_rest,
+    strict_residual,
     strict_step,
     take,
     top_down,
@@ -216,7 +216,7 @@ def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor
 
 def _corrected(near: Neighbourhood) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        return _relaxed_chance(near, target, trial), strict_rest(target, trial)
+        return _relaxed_chance(near, target, trial), strict_residual(target, trial)
 
     return step
 
@@ -228,15 +228,15 @@ def _released(near: Neighbourhood, *, lumina: bool) -> Step:
         token_prob = take(target, trial.token)
         borrowed, any_near = near.borrowed(target, trial.token, token_prob)
         if trial.probs is None:
-            rest = _cleared(near, target, trial.token, any_near).scatter(
+            residual = _cleared(near, target, trial.token, any_near).scatter(
                 -1, trial.token[..., None], 0.0
             )
         elif lumina:
-            rest = (_cleared(near, target, trial.token, any_near) - trial.probs).clamp_(min=0)
+            residual = (_cleared(near, target, trial.token, any_near) - trial.probs).clamp_(min=0)
         else:
-            rest = (target - _cleared(near, trial.probs, trial.token, any_near)).clamp_(min=0)
+            residual = (target - _cleared(near, trial.probs, trial.token, any_near)).clamp_(min=0)
         everywhere = torch.full_like(target, 1 / target.shape[-1])
-        return kept_with(token_prob + borrowed, trial), normalised(rest, everywhere)
+        return kept_with(token_prob + borrowed, trial), normalised(residual, everywhere)
 
     return step
 

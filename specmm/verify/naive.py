@@ -22,9 +22,9 @@ def _children(parents: Ints, node: int) -> list[int]:
     return [child for child, parent in enumerate(parents) if parent == node]
 
 
-def _normalised(rest: Dist, fallback: Dist) -> Dist:
-    total = math.fsum(rest)
-    return [x / total for x in rest] if total > 0 else fallback
+def _normalised(residual: Dist, fallback: Dist) -> Dist:
+    total = math.fsum(residual)
+    return [x / total for x in residual] if total > 0 else fallback
 
 
 def _minus(p: Dist, q: Dist) -> Dist:
@@ -95,10 +95,10 @@ def block(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None) -> 
         accept[node] = reach
         if node < last:
             after = _point(tokens[node + 1], size) if probs is None else probs[node + 1]
-            rest = _minus([reach * x for x in p[node]], after)
-            total = math.fsum(rest)
+            residual = _minus([reach * x for x in p[node]], after)
+            total = math.fsum(residual)
             accept[node] = total / (total + 1 - reach) if reach < 1 else 1.0
-            next_probs[node] = _normalised(rest, p[node])
+            next_probs[node] = _normalised(residual, p[node])
     return accept, next_probs, list(range(last, 0, -1))
 
 
@@ -116,9 +116,9 @@ def traversal(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None)
             )
             visit(child)
             order.append(child)
-            rest = _minus([accept[node] * x for x in next_probs[node]], dist)
-            total = math.fsum(rest)
-            next_probs[node] = _normalised(rest, next_probs[node])
+            residual = _minus([accept[node] * x for x in next_probs[node]], dist)
+            total = math.fsum(residual)
+            next_probs[node] = _normalised(residual, next_probs[node])
             accept[node] = total / (total + 1 - accept[node]) if accept[node] < 1 else 1.0
 
     visit(0)

@@ -265,8 +265,8 @@ class RuleKind:
 def _released(place: str, name: str) -> RuleKind:
     """The entry of the rule with the residual of its authors' code."""
     preset = {"residual": "release", "name": f"{name}-release"}
-    what = f"{name} as in the authors' released code, for comparisons"
-    return RuleKind(place, "distinct", what, relaxed=True, codes=True, preset=preset)
+    summary_line = f"{name} as in the authors' released code, for comparisons"
+    return RuleKind(place, "distinct", summary_line, relaxed=True, codes=True, preset=preset)
 
 
 # A new rule of ours is a class with ``decisions`` and one entry here.

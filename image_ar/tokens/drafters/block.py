@@ -281,14 +281,14 @@ class BlockDrafter:
         last = branched(kept.clamp(min=1) - 1, self.branches)[:, None, None]
         anchor = features.gather(1, last.expand(-1, 1, features.shape[-1]))
         x = torch.cat([features, self.head.queries(anchor, self.max_depth)], dim=1)
-        most = tokens.shape[1]
+        longest = tokens.shape[1]
         order = self.order[: x.shape[1]]
-        ahead = order >= most  # the queries' cells follow the kept tokens, not all M
-        cells = self.cache.lengths[:, None] + order - ahead * (most - kept)[:, None]
-        bias = self._aim(kept, most)
+        ahead = order >= longest  # the queries' cells follow the kept tokens, not all M
+        cells = self.cache.lengths[:, None] + order - ahead * (longest - kept)[:, None]
+        bias = self._aim(kept, longest)
         everywhere = branched(cells, self.branches)
         states = self.head(x, everywhere, bias, self.cache.layers, self.max_depth)
-        self.cache.keep(order[:most].expand(len(kept), -1), kept)
+        self.cache.keep(order[:longest].expand(len(kept), -1), kept)
         return states
 
     def _committed(self, feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:

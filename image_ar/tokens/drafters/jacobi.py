@@ -105,8 +105,8 @@ class JacobiDrafter:
             drafts = categorical(probs[:, 1:], uniforms.draw(self.window))
         else:
             stay, draw = uniforms.draw(2 * self.window).chunk(2, dim=1)
-            old, chance, rest = self.coupling(earlier, probs)
-            drafts = torch.where(stay < chance, old, categorical(rest, draw))
+            old, chance, residual = self.coupling(earlier, probs)
+            drafts = torch.where(stay < chance, old, categorical(residual, draw))
         return self.begun(feedback, probs, drafts)
 
     def newest(self, feedback: Feedback, earlier: Earlier | None) -> Tensor:
@@ -156,8 +156,8 @@ class JacobiDrafter:
             never = torch.zeros_like(now[..., 0])
             return never.long(), never, now
         old, before, there = earlier
-        chance, rest = strict_step(now, Trial(old, before * there[..., None], 0))
-        return old, chance * there, rest
+        chance, residual = strict_step(now, Trial(old, before * there[..., None], 0))
+        return old, chance * there, residual
 
     def begun(self, feedback: Feedback, probs: Tensor, drafts: Tensor) -> DraftTree:
         """The tree of ``drafts`` [B, W] from ``probs`` [B, N, V]; at places that enter the window,

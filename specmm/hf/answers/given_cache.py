@@ -120,9 +120,9 @@ class ResumedTarget(VLMTarget):
         """Raise ``ValueError`` for a prompt that cannot continue the cache."""
         count = self.known[0].shape[2]
         if len(prompt.lengths) > 1 or prompt.padded:
-            what = "padding" if len(prompt.lengths) == 1 else f"{len(prompt.lengths)} rows"
+            problem = "padding" if len(prompt.lengths) == 1 else f"{len(prompt.lengths)} rows"
             raise ValueError(
-                f"a cache that holds tokens must be of one prompt without padding, got {what}; "
+                f"a cache that holds tokens must be of one prompt without padding, got {problem}; "
                 "leave it out, or ask one at a time"
             )
         if count >= prompt.width:

@@ -460,8 +460,8 @@ class Pipeline:
         if queue is None:  # with a queue, rows restart within a run
             steps = chosen.timed(steps)
         ran = (rule, drafter) if parts else (None, None)
-        rest = (queue, ran[1], play)
-        return Run(name, shared.alone(steps), ran[0], stops, settings, *rest, **told)
+        common = (queue, ran[1], play)
+        return Run(name, shared.alone(steps), ran[0], stops, settings, *common, **told)
 
 
 def check_compiled(method: Method, options: Options) -> None:

@@ -49,9 +49,9 @@ class SharedRounds:
         def each() -> Generator[Progress, None, None]:
             yield from steps
 
-        rest = each()
-        self.user = weakref.ref(rest)
-        return rest
+        rounds = each()
+        self.user = weakref.ref(rounds)
+        return rounds
 
 
 class KeptRounds:

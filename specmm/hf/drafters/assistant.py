@@ -171,10 +171,10 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
         ("width", model.config.backbone_hidden_size, int(family.config.hidden_size)),
         ("vocabulary", text.vocab_size, family.vocabulary),
     )
-    for what, ours, theirs in pairs:
+    for name, ours, theirs in pairs:
         if ours != theirs:
             raise ValueError(
-                f"drafter must be for the target's {what} {theirs}, got {ours}; use the assistant "
+                f"drafter must be for the target's {name} {theirs}, got {ours}; use the assistant "
                 "made for it"
             )
     kinds = getattr(family.config, "layer_types", None) or ()

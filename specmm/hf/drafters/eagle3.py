@@ -132,10 +132,10 @@ def check_target(head: Eagle3Head, target: VLMTarget) -> tuple[int, ...]:
         pairs["embeddings' width"] = (int(sizes.hidden_size), int(table.shape[1]))
     if not config.own_head:
         pairs["head's width"] = (int(sizes.hidden_size), width)
-    for what, (got, need) in pairs.items():
+    for name, (got, need) in pairs.items():
         if got != need:
             raise ValueError(
-                f"drafter must have the target's {what} {need}, got {got}; use one trained for it"
+                f"drafter must have the target's {name} {need}, got {got}; use one trained for it"
             )
     return config.layers or _usual_layers(len(family.layers))
 

@@ -64,8 +64,8 @@ class Wanted:
             "number of layers": (self.layers, text.num_hidden_layers),
         }
         why = [
-            f"it needs a target of {what} {needs}, got {has}"
-            for what, (needs, has) in misfits.items()
+            f"it needs a target of {name} {needs}, got {has}"
+            for name, (needs, has) in misfits.items()
             if needs is not None and needs != has
         ]
         if self.reads and max(self.reads) >= text.num_hidden_layers:

@@ -157,8 +157,8 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
         raise ValueError(f"{folder} needs a package that is not installed: {reason}") from error
     except pickle.UnpicklingError as error:
         # torch's own words advise to run it
-        other = f"{folder} must hold tensors only, got a pickle of other things; {ADVICE}"
-        raise no_tensors(folder, error) or ValueError(other) from error
+        unsafe = f"{folder} must hold tensors only, got a pickle of other things; {ADVICE}"
+        raise no_tensors(folder, error) or ValueError(unsafe) from error
     # damaged or missing files, weights that do not join
     except (OSError, RuntimeError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
@@ -311,8 +311,8 @@ def _check_loaded(
         name for name in report["missing_keys"] if unneeded is None or not name.startswith(unneeded)
     )
     extra = sorted(report["unexpected_keys"])
-    other = sorted(report["mismatched_keys"])
-    shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in other]
+    misshapen = sorted(report["mismatched_keys"])
+    shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in misshapen]
     kinds = {numberless(name) for name in model.state_dict()}
     beyond = _mtp_names(model.config)
     layers = [

@@ -139,17 +139,17 @@ def as_transformers(
     ``sizes`` has None for layers that store no keys of text tokens; by default all layers do. If
     some do not, ``kinds`` are the layers of the model's own cache.
     """
-    left = iter(memories)
+    remaining = iter(memories)
     has = [size is not None for size in sizes] or [True] * len(memories)
     states = [kind.number_of_states if has_states(kind) else 0 for kind in kinds]
     layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
     for number, (has_keys, count) in enumerate(zip_longest(has, states, fillvalue=0)):
         if has_keys and count:
-            layers.append(_SlotStateLayer(next(left), count, number))
+            layers.append(_SlotStateLayer(next(remaining), count, number))
         elif count:
             layers.append(StateLayer(count, number))
         elif has_keys:
-            layers.append(_SlotLayer(next(left)))
+            layers.append(_SlotLayer(next(remaining)))
         else:
             dummy = isinstance(kinds[number], DummyLayer)
             layers.append(DummyLayer() if dummy else _FixedLayer())  # type: ignore[no-untyped-call]

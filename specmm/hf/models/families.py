@@ -403,12 +403,12 @@ class Family:
         """
         model: Any = self.model
         ids = inputs["input_ids"]
-        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        others = {name: value for name, value in inputs.items() if name != "input_ids"}
         takes = POSITIONS in inspect.signature(model.forward).parameters
-        if takes and rest.get(POSITIONS) is None:
-            rest[POSITIONS] = model._prepare_position_ids_for_generation(ids, dict(rest))
+        if takes and others.get(POSITIONS) is None:
+            others[POSITIONS] = model._prepare_position_ids_for_generation(ids, dict(others))
         prepared = model.prepare_inputs_for_generation(
-            ids, is_first_iteration=True, use_cache=True, **{self.cache_name: past}, **rest
+            ids, is_first_iteration=True, use_cache=True, **{self.cache_name: past}, **others
         )
         prepared = {name: value for name, value in prepared.items() if name not in DROPPED}
         if prepared.get(POSITIONS) is None:
@@ -438,11 +438,11 @@ class Family:
         to its forward for the first token after ``inputs``, whose prefill returned ``output``.
         """
         model: Any = self.model
-        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        others = {name: value for name, value in inputs.items() if name != "input_ids"}
         ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -1:]], dim=1)
-        rest = model._update_model_kwargs_for_generation(output, rest, is_encoder_decoder=False)
+        others = model._update_model_kwargs_for_generation(output, others, is_encoder_decoder=False)
         following = model.prepare_inputs_for_generation(
-            ids, next_sequence_length=1, use_cache=True, **rest
+            ids, next_sequence_length=1, use_cache=True, **others
         )
         known = {*DROPPED, "input_ids", "attention_mask", POSITIONS}
         return {k: v for k, v in following.items() if k not in known and isinstance(v, Tensor)}

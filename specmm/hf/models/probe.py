@@ -145,8 +145,8 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
         raise ValueError(f"the model itself cannot read this prompt: {_told(error)}") from error
     if bool(expected.isnan().any()):
         raise ValueError("the model's own logits after this prompt must be finite, got NaN")
-    other = (tokens[:, :1] + 1) % expected.shape[-1]  # a sibling that is not chosen
-    drafts = torch.cat([tokens[:, :1], other, tokens[:, 1:2]], dim=1)
+    sibling = (tokens[:, :1] + 1) % expected.shape[-1]  # a sibling that is not chosen
+    drafts = torch.cat([tokens[:, :1], sibling, tokens[:, 1:2]], dim=1)
     ours = VLMPrompt(prompt.inputs, OWN + 1)
     trees = LATER if family.chains_only else SIBLING
 
@@ -345,13 +345,13 @@ def _ours(target: Target, prompt: VLMPrompt, drafts: Tensor, trees: Trees) -> Te
     ``trees``, after ``drafts`` [B, N].
     """
     scores = [target.prefill(prompt, max(len(parents) for parents, _ in trees)).probs]
-    left = drafts
+    remaining = drafts
     for parents, committed in trees:
         shape = TreeShape.from_parents(parents, drafts.device)
-        scores.append(target.score(DraftTree(left[:, : shape.size], shape)).probs)
+        scores.append(target.score(DraftTree(remaining[:, : shape.size], shape)).probs)
         if committed:
             path = torch.arange(committed, device=drafts.device).expand(len(drafts), -1)
-            counts = torch.full_like(left[:, 0], committed)
-            target.commit(VerifyResult(path, counts, left[:, shape.size]))
-        left = left[:, shape.size :]
+            counts = torch.full_like(remaining[:, 0], committed)
+            target.commit(VerifyResult(path, counts, remaining[:, shape.size]))
+        remaining = remaining[:, shape.size :]
     return torch.cat(scores, dim=1).log()

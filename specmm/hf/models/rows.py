@@ -168,9 +168,9 @@ class RowsTarget(VLMTarget):
             return
         step = now if self.cache.near else NEAR
         room = -(-room // step) * step
-        more = room - now
+        added = room - now
         self.cache.widen(room)
-        self.history.tokens = torch.nn.functional.pad(self.history.tokens, (0, more))
+        self.history.tokens = torch.nn.functional.pad(self.history.tokens, (0, added))
         self.places = torch.arange(self.cache.slots, device=self.device).repeat(len(self.begins), 1)
 
     def join(self) -> None:
@@ -268,14 +268,14 @@ class RowsTarget(VLMTarget):
             parts.append(Part(nodes, attended))
             places.append(positions.clamp(max=target.last))
         mask = PackedMask(parts)
-        rest: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
-        rest[self.family.cache_name] = packed([target.cache for target in targets], mask)
+        options: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
+        options[self.family.cache_name] = packed([target.cache for target in targets], mask)
         if "position_ids" in self.family.takes:
             where = [one.where(row_ids) for one, row_ids in zip(targets, places, strict=True)]
-            rest["position_ids"] = mask.joined(where, where[0].ndim - 2).unsqueeze(-2)
+            options["position_ids"] = mask.joined(where, where[0].ndim - 2).unsqueeze(-2)
         inputs = self.embed(mask.joined(ids)[None])
         with self._runs():
-            states = self.family.decoder(inputs_embeds=inputs, use_cache=True, **rest)
+            states = self.family.decoder(inputs_embeds=inputs, use_cache=True, **options)
         each = mask.split(states.last_hidden_state, 1)
         hidden = mask.split(self._drafters_states(states.last_hidden_state), 1)
         if self.aux is not None:

@@ -162,11 +162,11 @@ class States:
 
     def _joined(self, mixer: Mixer, call: Call) -> Call:
         """Each row's tokens accepted since the committed states, followed by the chain's tokens."""
-        most = max(self.counts)
+        count = max(self.counts)
         joined = call
-        if most:
+        if count:
             before = self.calls[mixer.module]
-            joined = zipped(before, call, most, lambda old, new: self._row_by_row(old, new, most))
+            joined = zipped(before, call, count, lambda old, new: self._row_by_row(old, new, count))
         self.calls[mixer.module] = joined
         return joined
 
@@ -188,16 +188,16 @@ class States:
 
     def _new_only(self, mixer: Mixer, output: Any) -> Any:
         """The part of ``output`` for the chain's tokens."""
-        most = max(self.counts)
-        if not most:
+        count = max(self.counts)
+        if not count:
             return None
 
         def new(x: Tensor) -> Tensor:
-            if min(self.counts) == most:
-                return x[:, most:]
+            if min(self.counts) == count:
+                return x[:, count:]
             return x.gather(1, self._places(x[:, : self.nodes]))
 
-        return map_tokens(new, most + self.nodes, output)
+        return map_tokens(new, count + self.nodes, output)
 
     # a mixer that takes one token at a time
 

@@ -146,8 +146,8 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
     def with_processor(self, processor: Processor) -> StaticPictureTarget:
         """A target of the same model with another processor, made once."""
         if processor not in self.others:
-            other = StaticPictureTarget(super().with_processor(processor))
-            self.others[processor] = other
+            static = StaticPictureTarget(super().with_processor(processor))
+            self.others[processor] = static
         return self.others[processor]
 
 

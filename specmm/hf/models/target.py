@@ -443,17 +443,17 @@ class VLMTarget:
         if len(positions) > 1:
             positions = branched(positions, self.branches)
         where = self.where(positions)
-        rest = {**masks, self.family.cache_name: self.past}
+        options = {**masks, self.family.cache_name: self.past}
         if "position_ids" in self.family.takes:
-            rest["position_ids"] = where
+            options["position_ids"] = where
         with self._runs():
             if self.way.whole:
                 nodes = tokens.shape[1]
                 each = {k: v.expand(-1, nodes, *v.shape[2:]) for k, v in self.each.items()}
-                return self.family.run({"input_ids": tokens, **rest, **each})[0]
+                return self.family.run({"input_ids": tokens, **options, **each})[0]
             inputs = branched(self.embed(tokens), self.branches)
             states: Tensor = self.family.decoder(
-                inputs_embeds=inputs, use_cache=True, **rest
+                inputs_embeds=inputs, use_cache=True, **options
             ).last_hidden_state
             return states
 

@@ -207,8 +207,8 @@ class InterleavedTarget(VLMTarget):
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, N, V], ``-inf`` for tokens not allowed after ``positions`` [B, N]."""
         drawn = positions - self.begins[:, None] + 1
-        left = self.prompt.max_new_tokens - drawn
-        return self.grammar.masked(super().guided(logits, positions), self.at, left)
+        remaining = self.prompt.max_new_tokens - drawn
+        return self.grammar.masked(super().guided(logits, positions), self.at, remaining)
 
 
 class PictureReader:

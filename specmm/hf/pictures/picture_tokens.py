@@ -238,11 +238,11 @@ def picture_prompt(
     """Prompts for pictures from lists of ids that end with the tokens that begin a picture, and
     from the unconditional prompts ``away``.
     """
-    other = None
+    negative = None
     if target.branches > 1:
-        other = VLMPrompt(padded([list(row) for row in away]), target.length)
+        negative = VLMPrompt(padded([list(row) for row in away]), target.length)
     ids = padded([list(row) for row in prompts])
-    return VLMPrompt(ids, target.length, unconditional=other).to(target.device, torch.float32)
+    return VLMPrompt(ids, target.length, unconditional=negative).to(target.device, torch.float32)
 
 
 def lined(rows: int, columns: int, pictures: Tensor, line: Tensor) -> Layout:

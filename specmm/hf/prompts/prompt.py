@@ -84,8 +84,8 @@ class VLMPrompt:
     @property
     def width(self) -> int:
         """Slots of the prefill: L, or the length of the unconditional prompt if it is longer."""
-        other = self.unconditional.width if self.unconditional is not None else 0
-        return max(self.input_ids.shape[1], other)
+        unconditional_width = self.unconditional.width if self.unconditional is not None else 0
+        return max(self.input_ids.shape[1], unconditional_width)
 
     @property
     def room(self) -> int:
@@ -158,8 +158,8 @@ class VLMPrompt:
     def to(self, device: torch.device, dtype: torch.dtype) -> VLMPrompt:
         """A copy on ``device``, pixels in ``dtype``."""
         inputs = on_device(self.inputs, device, dtype)
-        other = None if self.unconditional is None else self.unconditional.to(device, dtype)
-        return VLMPrompt(inputs, self.max_new_tokens, self.source, self.longest, other)
+        unconditional = None if self.unconditional is None else self.unconditional.to(device, dtype)
+        return VLMPrompt(inputs, self.max_new_tokens, self.source, self.longest, unconditional)
 
     def rows(self) -> list[list[int]]:
         """The token ids of each row, without padding."""
