@@ -185,5 +185,5 @@ def candidates(target: VLMTarget, drafter: object, kind: BlockMethod) -> list[Ca
     Raises ``ValueError`` for a drafter that does not fit.
     """
     longest = block_source(kind, drafter, target).longest or LENGTH
-    lengths = [longest // part for part in PARTS if longest // part > 1] or [longest]
+    lengths = [longest // divisor for divisor in PARTS if longest // divisor > 1] or [longest]
     return [Candidate(dataclasses.replace(kind, length=n), nodes=n + 1, levels=1) for n in lengths]

@@ -114,9 +114,9 @@ def _state(model: DFlash, target: PreTrainedModel) -> State:
 
 def _tables(ids: Tensor, vocabulary: int) -> State:
     """``d2t`` [v] and ``t2d`` [V] of ascending ``ids`` [v]."""
-    known = torch.zeros(vocabulary, dtype=torch.bool)
-    known[ids] = True
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    drafted = torch.zeros(vocabulary, dtype=torch.bool)
+    drafted[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}
 
 
 def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:

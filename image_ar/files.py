@@ -54,9 +54,9 @@ def read_settings(kind: type[T], folder: Path) -> T:
     if not file.exists():
         return kind()
     settings = read_json(file)
-    known = _names(kind)
-    for key in settings.keys() - set(known):
-        raise unknown(f"setting in {file}", key, known)
+    names = _names(kind)
+    for key in settings.keys() - set(names):
+        raise unknown(f"setting in {file}", key, names)
     return kind(**{key: _frozen(value) for key, value in settings.items()})
 
 

@@ -122,8 +122,8 @@ class Extractor:
 
 def joined(blocks: Iterable[FeatureSet]) -> FeatureSet:
     """All blocks as one set."""
-    parts = list(blocks)
-    return FeatureSet(torch.cat([b.values for b in parts]), parts[0].protocol)
+    pieces = list(blocks)
+    return FeatureSet(torch.cat([b.values for b in pieces]), pieces[0].protocol)
 
 
 def checked(pictures: Pictures) -> Iterator[Tensor]:

@@ -103,8 +103,8 @@ def open_pictures(
     ``skip_bad`` leaves it out and lists it in ``skipped``.
     """
     if not isinstance(source, str | Path):
-        known = len(source) if isinstance(source, np.ndarray | list | tuple) else 0
-        return PictureSource(lambda skipped: _flat(source), known)
+        length = len(source) if isinstance(source, np.ndarray | list | tuple) else 0
+        return PictureSource(lambda skipped: _flat(source), length)
     path = Path(source)
     if path.suffix.lower() in ARRAYS and path.is_file():
         with _array(path) as (_, shape):
@@ -222,17 +222,17 @@ def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureF
     Raises ``ValueError`` where there are none, and for a broken archive; with ``skip_bad`` one
     in a folder is left out.
     """
-    known = endings()
+    suffixes = endings()
     left_out: Counter[str] = Counter()
     files: list[PictureFile] = []
-    for path, reason in _places(source, known):
+    for path, reason in _places(source, suffixes):
         if reason:
             left_out[reason] += 1
         elif Path(path).suffix.lower() not in ARCHIVES:
             files.append(PictureFile(path))
         else:
             try:
-                files += _archived(path, known, left_out)
+                files += _archived(path, suffixes, left_out)
             except ValueError:
                 if not skip_bad or path == source:
                     raise
@@ -247,10 +247,10 @@ def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureF
     return files, left_out
 
 
-def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
+def _places(source: str, suffixes: set[str]) -> Iterator[tuple[str, str]]:
     """Pictures' files and archives at ``source``, each with the reason to leave it out, or ""."""
     if os.path.isdir(source):
-        inside = {*known, ".tar"}
+        inside = {*suffixes, ".tar"}
         for path, reason in files_below(source):
             yield path, reason or _other(path, inside)
     elif os.path.isfile(source):
@@ -261,13 +261,13 @@ def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
         yield from ((f, "") for f in sorted(glob.glob(source, recursive=True)) if os.path.isfile(f))
 
 
-def _other(name: str, known: set[str]) -> str:
-    """The ending of the file ``name`` if it is not among the ``known`` endings, else ""."""
+def _other(name: str, suffixes: set[str]) -> str:
+    """The ending of the file ``name`` if it is not among the ``suffixes`` endings, else ""."""
     ending = os.path.splitext(name)[1].lower()
-    return "" if ending in known else f"ending {ending}" if ending else "without ending"
+    return "" if ending in suffixes else f"ending {ending}" if ending else "without ending"
 
 
-def _archived(path: str, known: set[str], left_out: Counter[str]) -> list[PictureFile]:
+def _archived(path: str, suffixes: set[str], left_out: Counter[str]) -> list[PictureFile]:
     """The pictures in an archive, by name; others are counted in ``left_out``."""
     kind = Path(path).suffix.lower()
     files: dict[str, PictureFile] = {}
@@ -290,7 +290,7 @@ def _archived(path: str, known: set[str], left_out: Counter[str]) -> list[Pictur
             files[name] = replace(files[target], member=name)
         else:
             left_out["link to no file"] += 1
-    reasons = {name: "hidden" if hidden(name) else _other(name, known) for name in files}
+    reasons = {name: "hidden" if hidden(name) else _other(name, suffixes) for name in files}
     left_out.update(filter(None, reasons.values()))
     return [files[name] for name in sorted(files) if not reasons[name]]
 

@@ -49,12 +49,12 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
             speed.append(row)
         elif isinstance(result, Measurement):
             difference(measured.setdefault(result.metric, result), result)  # or raises
-            known = quality.setdefault(row["method"], {"method": row["method"]})
+            entry = quality.setdefault(row["method"], {"method": row["method"]})
             counts = result.protocol.get("counts", [None])
-            known |= {result.metric: result.value, "samples": counts[0]}
+            entry |= {result.metric: result.value, "samples": counts[0]}
             if result.interval:
-                known[f"{result.metric}_low"] = result.interval.low
-                known[f"{result.metric}_high"] = result.interval.high
+                entry[f"{result.metric}_low"] = result.interval.low
+                entry[f"{result.metric}_high"] = result.interval.high
         elif isinstance(row.get("fid"), int | float):
             quality.setdefault(row["method"], {}).update(row)
     return speed, list(quality.values())

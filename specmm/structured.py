@@ -56,11 +56,11 @@ class Grammar:
 
         Raises ``ValueError`` for a source that is invalid for its kind, and without xgrammar.
         """
-        known = _compiled.setdefault(tokenizer, {})
+        cached = _compiled.setdefault(tokenizer, {})
         key = (self, vocabulary, tuple(ends))
-        if key not in known:
-            known[key] = self._compile(tokenizer, vocabulary, list(ends))
-        return known[key]
+        if key not in cached:
+            cached[key] = self._compile(tokenizer, vocabulary, list(ends))
+        return cached[key]
 
     def _compile(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[int]) -> Any:
         with needed(f"a {self.kind}", "structured"):
@@ -241,12 +241,12 @@ class Spelling:
     @classmethod
     def of(cls, matchers: Matchers, tokenizer: PreTrainedTokenizerBase) -> Spelling:
         """Spells the text that ``matchers`` force in ``tokenizer``'s tokens; makes one table."""
-        known = _compiled.setdefault(tokenizer, {})
-        if cls not in known:
+        cached = _compiled.setdefault(tokenizer, {})
+        if cls not in cached:
             texts = list(matchers.compiled[0].tokenizer_info.decoded_vocab)
             ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
-            known[cls] = ids, max(map(len, ids))
-        return cls(matchers, *known[cls])
+            cached[cls] = ids, max(map(len, ids))
+        return cls(matchers, *cached[cls])
 
     def forced(self, row: int, answer: Sequence[int]) -> int | None:
         """The longest token of the text that must follow ``answer``; None if several texts may."""

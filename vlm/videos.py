@@ -163,9 +163,9 @@ def _of_pictures(name: str, pictures: Sequence[Source], fps: float | None) -> Vi
 
 def _frame_files(folder: Path) -> list[Path]:
     """The pictures in ``folder``, frame 2 before frame 10."""
-    known = endings()
+    suffixes = endings()
     visible = (file for file in folder.iterdir() if not file.name.startswith("."))
-    files = [file for file in visible if file.suffix.lower() in known]
+    files = [file for file in visible if file.suffix.lower() in suffixes]
     return sorted(files, key=lambda file: [_number(part) for part in re.split(r"(\d+)", file.stem)])
 
 

@@ -267,9 +267,9 @@ def _takes_parts(processor: Any) -> bool:
     placeholders before it; found by trying a question about one picture.
     """
     template = template_of(processor)
-    known = _forms.get(processor)
-    if known is not None and known[0] == template:
-        return known[1]
+    cached = _forms.get(processor)
+    if cached is not None and cached[0] == template:
+        return cached[1]
     parts = False
     with suppress(TemplateError, *FAULTS):
         parts = fits(_templated(processor, _asked("a", ONE)), ["a"], tokens_of(processor, ONE))

@@ -199,10 +199,10 @@ def _llama_name(name: str) -> str:
     match = re.fullmatch(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
     if match is None:
         return name
-    layer, part = match.groups()
+    layer, weight = match.groups()
     if layer is None:
-        return f"{LLADA_NAMES.get(part, part)}.weight"
-    inner = LLADA_NAMES.get(f"blocks.{part}", LLADA_NAMES.get(part, part))
+        return f"{LLADA_NAMES.get(weight, weight)}.weight"
+    inner = LLADA_NAMES.get(f"blocks.{weight}", LLADA_NAMES.get(weight, weight))
     return f"model.layers.{layer}.{inner}.weight"
 
 

@@ -253,19 +253,19 @@ class CSpDRun:
         stats.verify_seconds = self.clock.seconds["verify"]
         return MARProgress(self.tokens, self.orders.shape[1], stats)
 
-    def make(self, model: CSpDModel, part: Iteration) -> None:
-        """Draw ``part`` of every picture with ``model``, and store its tokens."""
-        where, tokens, ends = self.compute(model, part)
+    def make(self, model: CSpDModel, iteration: Iteration) -> None:
+        """Draw ``iteration`` of every picture with ``model``, and store its tokens."""
+        where, tokens, ends = self.compute(model, iteration)
         self.tokens[self.pictures, where] = tokens
         self.ends[:, self.pictures.cpu().numpy(), where.cpu().numpy()] = np.stack(ends).reshape(
             3, *tokens.shape
         )
 
-    def verify(self, rule: ReleaseRule, part: Iteration) -> None:
-        """Compare the drafts of ``part`` with tokens that the target draws without reading them,
-        and replace rejected drafts.
+    def verify(self, rule: ReleaseRule, iteration: Iteration) -> None:
+        """Compare the drafts of ``iteration`` with tokens that the target draws without reading
+        them, and replace rejected drafts.
         """
-        where, _, ends = self.compute(self.batch.target, part)
+        where, _, ends = self.compute(self.batch.target, iteration)
         for b, (places, numbers) in enumerate(zip(where, self.batch.numbers, strict=True)):
             window_rows = slice(b * len(places), (b + 1) * len(places))
             drafted = self.tokens[b, places].double().cpu().numpy()
@@ -276,15 +276,15 @@ class CSpDRun:
             self.stats.drafted += len(kept)
             self.stats.accepted += int(kept.sum())
 
-    def compute(self, model: CSpDModel, part: Iteration) -> Made:
-        """One pass of ``model``: ``part`` of every picture given the tokens before it."""
+    def compute(self, model: CSpDModel, iteration: Iteration) -> Made:
+        """One pass of ``model``: ``iteration`` of every picture given the tokens before it."""
         is_target = model is self.batch.target
         with self.clock("verify" if is_target else "draft"):
-            where = self.orders[:, part.first : part.last].sort().values
-            known = self.orders[:, part.last :]
+            where = self.orders[:, iteration.first : iteration.last].sort().values
+            known = self.orders[:, iteration.last :]
             z = head_conditions(model.model, self.tokens, known, model.classes, where)
             noise = self.batch.noise[self.pictures, where].flatten(0, 1).transpose(0, 1)
-            tokens, ends = model.chains(z, part.scale, noise)
+            tokens, ends = model.chains(z, iteration.scale, noise)
         if is_target:
             self.stats.rounds += len(where)
             self.stats.head_calls += len(model.steps.keep) * where.numel()
@@ -301,15 +301,15 @@ def decode_release(
     run = CSpDRun(batch)
     length = begun = batch.orders.shape[1]
     settings = batch.target.settings
-    parts = settings.iterations(length)
-    for k, part in enumerate(parts):
+    iterations = settings.iterations(length)
+    for k, iteration in enumerate(iterations):
         prefilling = k <= window.prefill * settings.num_iter
-        run.make(batch.target if prefilling else batch.draft, part)
+        run.make(batch.target if prefilling else batch.draft, iteration)
         if prefilling:
-            begun = part.first
-        elif k % window.size == 0 or k == len(parts) - 1:
-            run.verify(rule, Iteration(part.first, begun, part.scale))
-            begun = part.first
-        drafted = run.orders[:, part.first : begun, None].expand(-1, -1, run.tokens.shape[-1])
+            begun = iteration.first
+        elif k % window.size == 0 or k == len(iterations) - 1:
+            run.verify(rule, Iteration(iteration.first, begun, iteration.scale))
+            begun = iteration.first
+        drafted = run.orders[:, iteration.first : begun, None].expand(-1, -1, run.tokens.shape[-1])
         yield MARProgress(run.tokens.scatter(1, drafted, 0.0), length - begun)
     yield run.finish()

@@ -185,13 +185,13 @@ def decode_mar(
     tokens = torch.zeros(batch, length, model.config.token_dim, device=orders.device)
     conditions = conditions or partial(head_conditions, model)
     progress = MARProgress(tokens, 0)
-    for part in settings.iterations(length):
-        places = orders[:, part.first : part.last].sort(-1).values
-        known = orders[:, part.last :]
+    for step in settings.iterations(length):
+        places = orders[:, step.first : step.last].sort(-1).values
+        known = orders[:, step.last :]
         with clock("verify"):
             z = conditions(tokens, known, classes, places)
         with clock("head"):
-            drawn, calls = sampler.sample(HeadCondition(z, part.scale), [places.shape[1]] * batch)
+            drawn, calls = sampler.sample(HeadCondition(z, step.scale), [places.shape[1]] * batch)
         write_tokens(tokens, places, drawn)
         progress.count += places.shape[1]
         tell(HeadCalls(places, calls, len(sampler.head.times)))

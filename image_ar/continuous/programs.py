@@ -168,7 +168,7 @@ def check(
             "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd, "
             f"got {head.device.type}, {settings.solver!r} and {method}"
         )
-    sizes = [part.last - part.first for part in settings.iterations(length)]
+    sizes = [iteration.last - iteration.first for iteration in settings.iterations(length)]
     branches = 1 if settings.cfg == 1.0 else 2
     most = 1 if method.drafts else FEW
     served = (

@@ -329,8 +329,8 @@ class VAR(nn.Module):
         last = len(self.blocks) - 1
         for i, (block, factors) in enumerate(zip(self.blocks, cond.blocks, strict=True)):
             rows = (tail or x.shape[1]) if i == last else x.shape[1]
-            part = bias if bias is None else bias[:, :, -rows:]
-            x = block(x, factors, part, stores[i], rows)
+            block_bias = bias if bias is None else bias[:, :, -rows:]
+            x = block(x, factors, block_bias, stores[i], rows)
         return x
 
     def normed(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:

@@ -100,9 +100,9 @@ def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candida
             Candidate(method, float(expected_tau(shape, parts.acceptance)), shape.size, shape.depth)
             for method, shape in shapes.items()
         ]
-    known = {} if target.processor.greedy else parts.taus
+    taus = {} if target.processor.greedy else parts.taus
     jacobi = [
-        Candidate(some, known.get(name, 0.0), some.window + 1) for name, some in JACOBI.items()
+        Candidate(some, taus.get(name, 0.0), some.window + 1) for name, some in JACOBI.items()
     ]
     candidates = [*trees, *jacobi, Candidate(methods.PromptLookup())]
     serve = serving([candidate.method for candidate in candidates], target, parts)

@@ -263,8 +263,8 @@ def save_drafter(
 
     With the target's ``fingerprint``, it can be loaded for that target only.
     """
-    known = {} if fingerprint is None else {"target_fingerprint": fingerprint}
-    write_checkpoint(head.state_dict(), head.config.facts() | known, folder, dtype)
+    target_facts = {} if fingerprint is None else {"target_fingerprint": fingerprint}
+    write_checkpoint(head.state_dict(), head.config.facts() | target_facts, folder, dtype)
 
 
 def load_block(folder: Path, target: Transformer) -> BlockHead:

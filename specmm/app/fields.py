@@ -44,11 +44,11 @@ def model_menu(models: AppModels, kind: Kind) -> gr.Dropdown:
 
 def method_menus(models: AppModels, kind: Kind, name: str) -> tuple[gr.Dropdown, gr.Dropdown]:
     """Menus of the two methods that race; options may be typed: NAME(KEY=VALUE, …)."""
-    known = models.methods(kind, name)
+    names = models.methods(kind, name)
     common: dict[str, Any] = {"allow_custom_value": True, "min_width": NARROW}
-    plain = gr.Dropdown(known, value=str(AR.name), label="First method", **common)
+    plain = gr.Dropdown(names, value=str(AR.name), label="First method", **common)
     usual = models.start(kind, name).method
-    return plain, gr.Dropdown(known, value=usual, label="Second method", **common)
+    return plain, gr.Dropdown(names, value=usual, label="Second method", **common)
 
 
 def parameter_boxes(defaults: Mapping[str, Any]) -> list[Any]:

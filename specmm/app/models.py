@@ -123,10 +123,10 @@ class AppModels:
             return STARTS[name]
         if kind != "images":
             return Start(ASKED[kind], str(methods.Auto.name))
-        known = self.methods(kind, name)
+        listed = self.methods(kind, name)
         usual = family_of(local(name)).compared.split(",")
-        others = known[1:]  # plain decoding, the first, is the other side of the race
-        return Start(method=next((m for m in [*usual, *others] if m in known), known[0]))
+        others = listed[1:]  # plain decoding, the first, is the other side of the race
+        return Start(method=next((m for m in [*usual, *others] if m in listed), listed[0]))
 
     def parameters(self, kind: Kind, name: str) -> dict[str, Any]:
         """A model's parameters by name, with their default values."""
@@ -139,13 +139,13 @@ class AppModels:
 
 def local(name: str) -> str:
     """The folder of a hub id, fetched if needed; pocket names and folders unchanged."""
-    known = name in zoo.pocket_models() or Path(name).exists()
-    return name if known else str(zoo.find(name))
+    exists = name in zoo.pocket_models() or Path(name).exists()
+    return name if exists else str(zoo.find(name))
 
 
 def twin(pipe: Any) -> Any:
     """A copy of ``pipe`` that shares its weights."""
-    networks = [part for part in vars(pipe).values() if isinstance(part, nn.Module)]
+    networks = [network for network in vars(pipe).values() if isinstance(network, nn.Module)]
     networks += getattr(pipe.parts, "drafters", {}).values() if hasattr(pipe, "parts") else []
     weights = chain.from_iterable(chain(net.parameters(), net.buffers()) for net in networks)
     return copy.deepcopy(pipe, {id(weight): weight for weight in weights})

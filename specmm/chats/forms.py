@@ -147,11 +147,11 @@ def bytes_of(source: Any) -> bytes:
     return Path(source).read_bytes() if Path(source).is_file() else str(source).encode()
 
 
-def _check_keys(place: str, row: Mapping[str, Any], known: Sequence[str]) -> None:
-    if unread := [key for key in row if key not in known]:
+def _check_keys(place: str, row: Mapping[str, Any], readable: Sequence[str]) -> None:
+    if unread := [key for key in row if key not in readable]:
         raise ValueError(
             f"{place} has {unread[0]!r}, which is not read; leave it out of the data "
-            f"(read are {', '.join(key for key in known if key not in NOTES)})"
+            f"(read are {', '.join(key for key in readable if key not in NOTES)})"
         )
 
 

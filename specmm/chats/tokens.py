@@ -277,12 +277,12 @@ class ChatReader:
 
     def _width(self, chat: Chat, row: Written) -> int:
         """The number of tokens of ``row`` up to its head, cached by its pictures' sizes."""
-        known = not chat.videos and len(chat.sizes or ()) == len(chat.images)
+        sized = not chat.videos and len(chat.sizes or ()) == len(chat.images)
         sizes = tuple(map(tuple, chat.sizes or ()))
-        if known and sizes in self.widths:
+        if sized and sizes in self.widths:
             return row.begin + self.widths[sizes]
         added = len(self._before(chat, row.text[: row.head])) - row.begin
-        if known:
+        if sized:
             self.widths[sizes] = added
         return row.begin + added
 

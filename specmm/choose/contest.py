@@ -375,8 +375,8 @@ class Record:
         if not self.candidates:
             if self.looked:
                 return "there is no drafter"
-            known = "calls are short, or plain decoding was the fastest in earlier processes"
-            return known if self.calls else "the first call, and a short one"
+            why = "calls are short, or plain decoding was the fastest in earlier processes"
+            return why if self.calls else "the first call, and a short one"
         if PLAIN.method in self.samples:
             measured = [one for one in self.samples if one != PLAIN.method]
             gains = ", ".join(f"{methods.label(one)} {self.gain(one):.2f}x" for one in measured)
@@ -402,8 +402,8 @@ class Record:
         """
         samples = self.samples[method]
         partners = [sample.beside for sample in samples if sample.beside]
-        known = any(one.tau for one in self.candidates if one.method == method)
-        if known or len(partners) < len(samples) or any(other == method for other, _ in partners):
+        has_tau = any(one.tau for one in self.candidates if one.method == method)
+        if has_tau or len(partners) < len(samples) or any(other == method for other, _ in partners):
             return self.each(PLAIN.method) / self.each(method)
         plain = self.each(PLAIN.method)
         return statistics.median(plain / self.each(other) * ratio for other, ratio in partners)

@@ -199,9 +199,9 @@ class Products:
     def choose(self, most: int) -> Choice:
         """The fastest number of threads up to ``most``, remembered until products change speed."""
         if self.choice is None or self.choice.count > most:
-            known = self.notes.read(_parsed)
-            if known is not None and 1 <= known[0].count <= most:
-                self.choice, self.taken, self.at = known
+            noted = self.notes.read(_parsed)
+            if noted is not None and 1 <= noted[0].count <= most:
+                self.choice, self.taken, self.at = noted
         now = time.monotonic()
         if self.choice is not None and (self.kept or now < self.due):
             return self.choice

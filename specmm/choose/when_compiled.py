@@ -126,23 +126,23 @@ class Work:
         be ``built``, later pictures are not compiled.
         """
         self.able &= built
-        known = self.seconds
+        noted = self.seconds
         each = seconds / pictures
         if not quick:
-            known.plain = each if known.plain is None else min(each, known.plain)
+            noted.plain = each if noted.plain is None else min(each, noted.plain)
             self.missed += pictures * max(self.saved, 0.0)
         elif self.ready:
             self.tried += 1
-            known.quick = each if known.quick is None else min(each, known.quick)
+            noted.quick = each if noted.quick is None else min(each, noted.quick)
         else:
-            usual = known.quick or (known.plain or 0.0) * (1 - SHARE)
+            usual = noted.quick or (noted.plain or 0.0) * (1 - SHARE)
             beyond = max(seconds - pictures * usual, 0.0)
-            if known.build is None:
-                known.build = beyond
+            if noted.build is None:
+                noted.build = beyond
             else:
-                known.load = beyond
+                noted.load = beyond
             self.ready = True
-        self.notes.write(asdict(known))
+        self.notes.write(asdict(noted))
 
 
 def _parsed(content: Any) -> Seconds:

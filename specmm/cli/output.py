@@ -98,8 +98,8 @@ def _unknown_option(error: Any, group: Any) -> str:
     name, context = getattr(error, "option_name", None), error.ctx
     if name is None or context is None:
         return ""
-    known = [option.removeprefix("--") for option in sorted(_options(context.command))]
-    near = nearest(name.lstrip("-").replace("_", "-"), known, OPTION)
+    options = [option.removeprefix("--") for option in sorted(_options(context.command))]
+    near = nearest(name.lstrip("-").replace("_", "-"), options, OPTION)
     others = [option for option, command in group.commands.items() if name in _options(command)]
     hint = f"; did you mean --{' or --'.join(near)}?" if near else ""
     if others and not near:

@@ -145,9 +145,9 @@ def digest(network: nn.Module) -> str:
     sha = hashlib.sha256()
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         sha.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        for part in _plain(tensor):
-            if part.numel() and not part.is_meta:
-                rows, _ = _rows(part)
+        for array in _plain(tensor):
+            if array.numel() and not array.is_meta:
+                rows, _ = _rows(array)
                 for sums in (_summed(rows), rows.sum(0, dtype=torch.int64)):
                     sha.update(sums.cpu().numpy().tobytes())
     return sha.hexdigest()[:16]
@@ -168,21 +168,21 @@ _forms = WeakKeyDictionary()  # the call it was looked at in, its form, the fact
 
 def fact(network: nn.Module, name: object, find: Callable[[], T]) -> T:
     """The result of ``find`` for the ``network`` in its present form, cached under ``name``."""
-    known = facts(network)
-    if name not in known:
-        known[name] = find()
-    value: T = known[name]
+    cached = facts(network)
+    if name not in cached:
+        cached[name] = find()
+    value: T = cached[name]
     return value
 
 
 def facts(network: nn.Module) -> dict[Any, Any]:
     """All cached facts about the ``network`` in its present form, by name."""
-    call, form, known = _forms.get(network, (None, [], {}))
+    call, form, cached = _forms.get(network, (None, [], {}))
     if call is None or call is not _call.token:
         now = form_of(network)
-        known = known if now == form else {}
-        _forms[network] = _call.token, now, known
-    return known
+        cached = cached if now == form else {}
+        _forms[network] = _call.token, now, cached
+    return cached
 
 
 def version(*networks: nn.Module) -> tuple[Any, ...]:

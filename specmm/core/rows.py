@@ -49,7 +49,7 @@ class Rows:
 
     def __init__(self, target: Target, drafter: Drafter, stop: RowStop) -> None:
         self.parts = (target, drafter, Matching())
-        self.members = [part for part in (target, drafter, stop) if isinstance(part, Joining)]
+        self.members = [member for member in (target, drafter, stop) if isinstance(member, Joining)]
         self.stop = stop
         self.clock = Clock()
         self.uniforms = RowNumbers()

@@ -183,13 +183,13 @@ def merged_certificate(parts: Sequence[tuple[Certificate, float]]) -> Certificat
     if not parts:
         return None
     order = ("exact", "bounded", "heuristic")
-    weakest = max((part for part, _ in parts), key=lambda part: order.index(part.kind))
-    reasons = dict.fromkeys(part.reason for part, _ in parts if part.kind == weakest.kind)
+    weakest = max((one for one, _ in parts), key=lambda one: order.index(one.kind))
+    reasons = dict.fromkeys(one.reason for one, _ in parts if one.kind == weakest.kind)
     weakest = replace(weakest, reason="; ".join(reasons))
     if weakest.kind != "bounded":
         return weakest
     total = sum(weight for _, weight in parts)
-    return replace(weakest, tv=sum((part.tv or 0.0) * weight for part, weight in parts) / total)
+    return replace(weakest, tv=sum((one.tv or 0.0) * weight for one, weight in parts) / total)
 
 
 def speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:

@@ -63,8 +63,8 @@ def check_kind(kind: Any, **values: object) -> None:
     elif get_origin(kind) is Literal:
         for name, value in values.items():
             if not isinstance(value, str) or value not in get_args(kind):
-                known = ", ".join(get_args(kind))
-                raise ValueError(f"{name} must be one of {known}, got {shown(value)}")
+                names = ", ".join(get_args(kind))
+                raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
 
 
 def texts_of(name: str, given: object) -> list[str]:

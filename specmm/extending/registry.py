@@ -182,12 +182,12 @@ def parse_spec(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         raise ValueError(f"a choice must read NAME or NAME(KEY=VALUE, …), got {text!r}")
     values: list[Any] = []
     options: dict[str, Any] = {}
-    for part in filter(None, (p.strip() for p in arguments[:-1].split(","))):
-        key, equals, value = part.rpartition("=")
+    for argument in filter(None, (p.strip() for p in arguments[:-1].split(","))):
+        key, equals, value = argument.rpartition("=")
         if equals:
             options[key.strip().replace("-", "_")] = _value(value.strip())
         else:
-            values.append(_value(part))
+            values.append(_value(argument))
     return name.strip(), values, options
 
 

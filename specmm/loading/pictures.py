@@ -24,8 +24,8 @@ PngImagePlugin.MAX_TEXT_CHUNK = max(PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugi
 
 def endings() -> set[str]:
     """The endings of picture files, in lower case with their dot: Pillow's and its plugins'."""
-    known = Image.registered_extensions()
-    return {ending for ending, kind in known.items() if kind not in NO_PICTURES}
+    registered = Image.registered_extensions()
+    return {ending for ending, kind in registered.items() if kind not in NO_PICTURES}
 
 
 def packed(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:

@@ -81,9 +81,9 @@ def dflash(
         layers_read(target, read)  # a mistake is told before rows are drawn, which takes minutes
     lessons = source.lessons(begun)
     if start is None:
-        known = lessons.vocabulary(vocabulary)
+        drafted = lessons.vocabulary(vocabulary)
         sizes = (layers, block + 1, hidden, read, inner, markov, recurrent)
-        drafter = build_block(target, *sizes, known)
+        drafter = build_block(target, *sizes, drafted)
     compile_layers(drafter.layers)
     head = target.family.logits_of(drafter.ids)
 

@@ -347,10 +347,10 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
     rule: Any = kind.rule
     hidden = {"name", "exact", *given, *kind.preset}
     parameters = inspect.signature(rule).parameters
-    known = [option for option in parameters if option not in hidden]
-    strange = [str(value) for value in values] + [key for key in options if key not in known]
+    visible = [option for option in parameters if option not in hidden]
+    strange = [str(value) for value in values] + [key for key in options if key not in visible]
     if strange:
-        raise unknown(f"option of rule {name}", strange[0], known or ["(none)"], OPTION)
+        raise unknown(f"option of rule {name}", strange[0], visible or ["(none)"], OPTION)
     for option, value in options.items():
         check_kind(parameters[option].annotation, **{option: value})
     instance: Rule = rule(**{**kind.preset, **options, **given})

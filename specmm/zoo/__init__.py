@@ -128,9 +128,9 @@ def _repository(name: str, entry: Published | None, source: Source) -> Path:
             "fetch it yourself and run: specmm convert FILE FOLDER --like NAME"
         )
     if entry is None and "/" not in name:
-        known = [*pocket_models(), *published_models()]
-        if difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-            raise unknown("model", name, known)
+        names = [*pocket_models(), *published_models()]
+        if difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+            raise unknown("model", name, names)
     repository = name if entry is None else entry.repository
     size = None if entry is None else entry.about
     return fetch(name, [Wanted(repository, bytes=size)], source)[0]

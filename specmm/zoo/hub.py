@@ -273,5 +273,5 @@ def _nowhere(name: str, repository: str) -> ValueError:
     """The error for a ``repository`` that the hub lacks."""
     from specmm.zoo.published import published_models
 
-    known = {one for model in published_models().values() for one in model.repositories}
-    return unknown("model of the hub", repository, known | set(published_models()))
+    repositories = {one for model in published_models().values() for one in model.repositories}
+    return unknown("model of the hub", repository, repositories | set(published_models()))

@@ -143,8 +143,8 @@ def entry_of(name: str, file: str | None = None) -> Published | None:
     if file is not None and of_file and file not in of_file:
         raise unknown(f"file of {name}", file, of_file)
     if file is None and len(of_file) > 1:
-        known = ", ".join(sorted(of_file))
-        raise ValueError(f"{name} holds several models, give file=…, one of {known}")
+        names = ", ".join(sorted(of_file))
+        raise ValueError(f"{name} holds several models, give file=…, one of {names}")
     return of_file.get(file) if file is not None else next(iter(of_file.values()), None)
 
 

@@ -76,11 +76,11 @@ class SourceReader:
         return self._both(self.gaussian, source, reference)
 
     def _both(self, read: Callable[[str], T], source: str, reference: str) -> tuple[T, T]:
-        known = read(reference) if is_file_of_numbers(reference) else None
+        of_reference = read(reference) if is_file_of_numbers(reference) else None
         for each in (source, reference):
             if not is_file_of_numbers(each):
                 self.pictures(each)
-        return read(source), read(reference) if known is None else known
+        return read(source), read(reference) if of_reference is None else of_reference
 
     def features(self, source: str) -> FeatureSet:
         """The features stored in an .npz, or computed from pictures."""

@@ -93,12 +93,12 @@ def record_of(
     record = records[key]
     if not record.worthwhile(prompt.max_new_tokens, share):
         return record
-    known = "" if record.samples else record.known().partition("(")[0]
-    if known in kinds or (known == methods.AR.name and record.complete):
+    noted = "" if record.samples else record.known().partition("(")[0]
+    if noted in kinds or (noted == methods.AR.name and record.complete):
         # the first call of a process reads one drafter; others wait until they may be tried
-        kinds = [name for name in kinds if name == known]
+        kinds = [name for name in kinds if name == noted]
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
-    elif known or not (record.complete or record.looked):
+    elif noted or not (record.complete or record.looked):
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
         record.looked = True
     return record

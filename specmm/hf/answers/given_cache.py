@@ -53,8 +53,8 @@ class GivenCache:
                 "and give the whole prompt"
             )
         pairs = [(layer.keys, layer.values) for layer in layers]
-        known = [part[:, :, : self.tokens] for pair in pairs for part in pair]
-        return partial(ResumedTarget, model, known)
+        arrays = [part[:, :, : self.tokens] for pair in pairs for part in pair]
+        return partial(ResumedTarget, model, arrays)
 
     def keep(self, target: VLMTarget, end: Progress) -> None:
         """Append the tokens that a run of ``target`` read (all but the last one) to the cache, if

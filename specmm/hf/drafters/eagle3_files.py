@@ -122,15 +122,15 @@ def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
         )
     ids = d2t.long() + torch.arange(len(d2t))
     check_ids(ids, config.tokens, vocabulary, f"d2t in {source}")
-    known = torch.zeros(vocabulary, dtype=torch.bool)
-    known[ids] = True
-    if t2d is not None and not torch.equal(t2d.bool(), known):
+    drafted = torch.zeros(vocabulary, dtype=torch.bool)
+    drafted[ids] = True
+    if t2d is not None and not torch.equal(t2d.bool(), drafted):
         raise ValueError(f"t2d in {source} must name the tokens of d2t, got others")
     if config.whole:
         if bool(d2t.any()):
             raise ValueError(f"d2t in {source} must be 0 for a whole vocabulary, got another order")
         return state
-    return state | {"d2t": d2t.long(), "t2d": known}
+    return state | {"d2t": d2t.long(), "t2d": drafted}
 
 
 def read_config(facts: Facts, state: State, source: object = "config.json") -> Eagle3Config:

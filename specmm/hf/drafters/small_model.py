@@ -96,8 +96,8 @@ class ModelDrafter:
         vocabulary = target.family.vocabulary
         self.translation = translation or Translation.same(self.small.family.vocabulary, vocabulary)
         self.translation.ban(target.image_tokens)
-        known = DrafterVocabulary(vocabulary)
-        self.growth = Growth(tree, sampled, known, target.device, siblings)
+        drafted = DrafterVocabulary(vocabulary)
+        self.growth = Growth(tree, sampled, drafted, target.device, siblings)
         self.max_nodes = self.growth.max_nodes
         self.max_depth = self.growth.max_depth
 

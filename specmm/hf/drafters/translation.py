@@ -64,12 +64,12 @@ class Translation:
         tokens.
         """
         texts = sorted(_texts(drafter).items(), reverse=True)
-        known = {text: i for i, text in texts if i < rows}
+        id_of = {text: i for i, text in texts if i < rows}
         ids = torch.zeros(vocabulary, dtype=torch.int64)
         shared = torch.zeros(vocabulary, dtype=torch.bool)
         for i, text in _texts(target).items():
-            if i < vocabulary and text in known:
-                ids[i] = known[text]
+            if i < vocabulary and text in id_of:
+                ids[i] = id_of[text]
                 shared[i] = True
             elif i < vocabulary:
                 letters = text.decode("utf-8", "ignore")
@@ -113,8 +113,8 @@ def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 
 
 def _spelled_in_bytes(token: str) -> bytes:
-    known = BYTES.keys() >= set(token)
-    return bytes(BYTES[letter] for letter in token) if known else token.encode()
+    spelled = BYTES.keys() >= set(token)
+    return bytes(BYTES[letter] for letter in token) if spelled else token.encode()
 
 
 def _spelled_in_letters(token: str) -> bytes:

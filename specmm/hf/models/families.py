@@ -274,8 +274,8 @@ class Family:
     @property
     def rows(self) -> int:
         """The number of tokens with an embedding; 0 if it cannot be determined."""
-        known = self.embedding
-        return known.num_embeddings if isinstance(known, nn.Embedding) else 0
+        table = self.embedding
+        return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
     @cached_property
     def turning_point(self) -> int | None:
@@ -444,8 +444,8 @@ class Family:
         following = model.prepare_inputs_for_generation(
             ids, next_sequence_length=1, use_cache=True, **others
         )
-        known = {*DROPPED, "input_ids", "attention_mask", POSITIONS}
-        return {k: v for k, v in following.items() if k not in known and isinstance(v, Tensor)}
+        left_out = {*DROPPED, "input_ids", "attention_mask", POSITIONS}
+        return {k: v for k, v in following.items() if k not in left_out and isinstance(v, Tensor)}
 
     def spread(self, positions: Tensor) -> Tensor:
         """Positions [B, N] or [parts, B, N] as the decoder takes them: under M-RoPE in parts, which

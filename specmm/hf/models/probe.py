@@ -226,8 +226,8 @@ def _embeds_alike(family: Family) -> bool:
     if not family.image_tokens or family.body is family.decoder:
         return True
     ids = torch.tensor([family.image_tokens], device=family.model.device)
-    known = family.model.get_input_embeddings()
-    if isinstance(known, nn.Embedding) and int(ids.max()) >= known.num_embeddings:
+    embedding = family.model.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding) and int(ids.max()) >= embedding.num_embeddings:
         return True  # a GPU that is asked for these computes nothing more
     embedded: list[Tensor] = []
 

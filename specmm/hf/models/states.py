@@ -74,9 +74,9 @@ class States:
     @contextmanager
     def prefill(self) -> Iterator[None]:
         """Context for a prompt's first forward, which finds the mixers of a new decoder."""
-        known = facts(self.decoder)
-        if MIXERS in known:
-            self.mixers = known[MIXERS]
+        cached = facts(self.decoder)
+        if MIXERS in cached:
+            self.mixers = cached[MIXERS]
             yield
             return
         watch = Watch(self.layers)
@@ -86,7 +86,7 @@ class States:
         for module, (slots, call) in watch.modules.items():
             if type(module) not in ways:
                 ways[type(module)] = way_of(self.layers, module, slots, call)
-        self.mixers = known[MIXERS] = tuple(
+        self.mixers = cached[MIXERS] = tuple(
             Mixer(module, tuple(slots), ways[type(module)])
             for module, (slots, _) in watch.modules.items()
         )

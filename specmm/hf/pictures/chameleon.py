@@ -70,10 +70,10 @@ def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
         return square((side // factor) ** 2, size, side, AllowedTokens.everywhere(mask))
     cell = CELL * factor
     words = model.config.vocabulary_map
-    known = [n for n in range(1, MOST) if SIDE.format(SIDES_FROM + n) in words]
-    usual = max((n for n in known if n <= USUAL), default=USUAL) * cell
+    numbers = [n for n in range(1, MOST) if SIDE.format(SIDES_FROM + n) in words]
+    usual = max((n for n in numbers if n <= USUAL), default=USUAL) * cell
     height, width = size or (usual, usual)
-    valid = all(side % cell == 0 and side // cell in known for side in (height, width))
+    valid = all(side % cell == 0 and side // cell in numbers for side in (height, width))
     if not valid or max(height, width) > RATIO * min(height, width):
         raise ValueError(
             f"height and width must be multiples of {cell} that the model has tokens for, and "

@@ -101,8 +101,8 @@ def _held(obj: Any, shared: bool) -> list[Any]:
     if not isinstance(obj, FunctionType):
         getattr(obj, "__dict__", None)  # made now, and not by the first who asks
         return gc.get_referents(obj)
-    known = obj.__globals__
-    named = [known[name] for name in _names(obj.__code__) if name in known] if shared else []
+    names = obj.__globals__
+    named = [names[name] for name in _names(obj.__code__) if name in names] if shared else []
     return [*(obj.__closure__ or ()), obj.__defaults__, obj.__kwdefaults__, *named]
 
 

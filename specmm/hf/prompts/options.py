@@ -166,15 +166,15 @@ class Options:
     def of(cls, call_options: Mapping[str, Any], **defaults: Any) -> Options:
         """The options of a call by name; raises ``ValueError`` for an unknown one."""
         call_options = _unpacked(call_options)
-        known = [f.name for f in dataclasses.fields(cls) if f.name != "more"]
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "more"]
         more = {**defaults.pop("more", {})}
-        for name in call_options.keys() - set(known):
+        for name in call_options.keys() - set(names):
             if name in OF_GENERATE:
                 raise ValueError(f"unknown option {name!r} of generate; {OF_GENERATE[name]}")
             if name not in OTHERS:
-                raise unknown("option", name, [*known, *OTHERS], OPTION)
+                raise unknown("option", name, [*names, *OTHERS], OPTION)
             more[name] = call_options[name]
-        known_options = {name: value for name, value in call_options.items() if name in known}
+        known_options = {name: value for name, value in call_options.items() if name in names}
         more = {name: value for name, value in more.items() if value}  # 0 and the like are off
         options = cls(**{**defaults, **known_options}, more=more)
         if options.grammar is not None or more:

@@ -238,9 +238,9 @@ def _may_remember(processor: Any) -> bool:
     """Whether ``processor`` may remember earlier calls; transformers' own processors do not."""
     if isinstance(processor, GrammarProcessor | Penalties):
         return False
-    known = type(processor).__module__.startswith("transformers.")
+    of_transformers = type(processor).__module__.startswith("transformers.")
     odd = (PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-    return not known or isinstance(processor, odd)
+    return not of_transformers or isinstance(processor, odd)
 
 
 def _by_length(
