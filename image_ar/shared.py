@@ -269,6 +269,7 @@ class PicturePipeline(ABC, Generic[M]):
         """
         known = (*self.sampling_options, *self.call_options)
         named = dict(options)
+        # where a diffusion model paints the tokens, guidance_scale is that model's
         scale = None if self.paints else named.pop("guidance_scale", None)
         if scale is not None:
             check_numbers(guidance_scale=scale)

@@ -330,8 +330,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
             solver=solver,
         )
         if chosen.cfg != 1.0:
-            self.transformer.embed_classes(None, 1)
-        self.head(chosen.head_steps)
+            self.transformer.embed_classes(None, 1)  # raises for a model without guidance
+        self.head(chosen.head_steps)  # raises for wrong steps and for a changed head
         return chosen
 
     @torch.inference_mode()

@@ -82,7 +82,9 @@ def record_of(
     tokenizer: PreTrainedTokenizerBase | None,
     share: float = SHARE,
 ) -> Record:
-    """The record of ``kinds`` for as many rows as ``prompt``, from ``records`` or new."""
+    """The measurements of ``kinds`` for as many rows as ``prompt``, from ``records`` or new. Drafters
+    are loaded as its candidates only if calls are long enough for trials to pay.
+    """
     rows = len(prompt.lengths)
     key = (*kinds, rows, target.processor.greedy, torch.get_num_threads())
     if key not in records:

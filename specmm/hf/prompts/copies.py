@@ -68,12 +68,14 @@ def state_of(objects: Any) -> object:
     """A value that stays equal while ``objects`` and the variables that their code reaches (of
     classes, closures and named globals) stay the same.
     """
-    return [
-        (obj.data_ptr(), 0 if obj.is_inference() else obj._version)
-        if isinstance(obj, Tensor)
-        else ("" if inner else repr(obj), [x if type(x) in PLAIN else id(x) for x in inner])
-        for obj, inner in _reached(objects, shared=True)
-    ]
+    state: list[object] = []
+    for obj, inner in _reached(objects, shared=True):
+        if isinstance(obj, Tensor):
+            state.append((obj.data_ptr(), 0 if obj.is_inference() else obj._version))
+        else:
+            values = [x if type(x) in PLAIN else id(x) for x in inner]
+            state.append(("" if inner else repr(obj), values))
+    return state
 
 
 def _reached(objects: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
