@@ -80,9 +80,9 @@ class AdaptiveLength:
 
     least: int = 20
     most: int = 30
-    step: float = 10.0
-    rate: float = 0.5
-    generated: float = field(default=0.0, init=False)
+    step: float = 10.0  # tokens added while all drafts are accepted
+    rate: float = 0.5  # weight of the latest round in the averages
+    generated: float = field(default=0.0, init=False)  # an average, as ``accepted``
     accepted: float = field(default=0.0, init=False)
     length: int = field(init=False)
 

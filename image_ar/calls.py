@@ -138,7 +138,7 @@ class Watch:
     pipe: Any
     tell: Tell | None
     move: Callable[[float], object] | None  # with the pictures' worth drawn of a batch
-    moved: float = 0.0
+    moved: float = 0.0  # when the bar last moved, by ``perf_counter``
 
     def __call__(self, round_: int, so_far: Callable[..., SoFar], *of: Any) -> bool:
         """Whether the user has interrupted; ``so_far(*of)`` is called only if a callback asks."""

@@ -136,7 +136,7 @@ class Moving:
     bar: Any
     count: int
     done: int = 0
-    shown: float = 0.0
+    shown: float = 0.0  # pictures that the bar shows
 
     def needed(self) -> bool:
         """Whether the bar or a watcher shows moves; on a GPU each makes the host wait."""

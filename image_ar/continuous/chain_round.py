@@ -63,7 +63,7 @@ class ChainRows(NamedTuple):
     eta: Array
     mean: Array
     var: Array
-    seen: Array
+    seen: Array  # of ``Response``, as ``implied``
     implied: Array
 
 

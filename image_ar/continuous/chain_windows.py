@@ -112,8 +112,8 @@ class Response(NamedTuple):
     target also scored. It depends only on earlier rounds, so drafts stay exact for any share.
     """
 
-    seen: Array  # [R], like ``implied`` 1 at first: what variances imply
-    implied: Array
+    seen: Array  # [R], the movement that was seen; 1 at first, as ``implied``
+    implied: Array  # [R], the movement that variances imply: the share is seen / implied
 
     def after(self, gain: Array, steps: Array, clean: Array, excess: Array) -> Response:
         """The response updated by a window: ``clean`` [R, W, C] predictions, ``excess``

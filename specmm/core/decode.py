@@ -103,7 +103,7 @@ class Progress:
     gained: tuple[Tensor, Tensor] | None = None
     name: str = ""
     ahead: bool = False
-    rounds: int = 0
+    rounds: int = 0  # of the batch so far
     # of the last round and the one before: the least and most tokens that a row lacks, and checks
     read: tuple[Late | None, Late | None] = (None, None)
     since_start: int = 0  # rounds since a sample last began in a row

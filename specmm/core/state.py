@@ -26,7 +26,7 @@ class Slot(NamedTuple):
     holder: Any
     key: Any
     tensor: Tensor
-    fixed: bool
+    fixed: bool  # must stay where it is: other tensors are views of it
 
 
 def slots_of(owner: object, name: str) -> list[Slot]:

@@ -60,7 +60,7 @@ class Stats:
 
     tokens: int = 0
     rounds: int = 0
-    batch_rounds: int = 0
+    batch_rounds: int = 0  # of the whole batch
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0

@@ -113,7 +113,7 @@ class TreeKind:
     """A family of shapes: the function that makes a shape, an example, and a description."""
 
     make: Callable[..., TreeShape | Dynamic]
-    spelling: str
+    spelling: str  # the example, as users write it
     what: str
 
     @classmethod

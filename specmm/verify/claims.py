@@ -145,7 +145,7 @@ class _Part(NamedTuple):
     parents: Parents
     lead: int
     recorded: bool
-    scheme: Scheme
+    scheme: Scheme  # how siblings are drawn
 
 
 def _off(rule: Any, part: _Part) -> Iterator[float]:

@@ -82,8 +82,9 @@ def record_of(
     tokenizer: PreTrainedTokenizerBase | None,
     share: float = SHARE,
 ) -> Record:
-    """The measurements of ``kinds`` for as many rows as ``prompt``, from ``records`` or new. Drafters
-    are loaded as its candidates only if calls are long enough for trials to pay.
+    """The measurements of ``kinds`` for as many rows as ``prompt``, from ``records`` or new.
+
+    Drafters are loaded as its candidates only if calls are long enough for trials to pay.
     """
     rows = len(prompt.lengths)
     key = (*kinds, rows, target.processor.greedy, torch.get_num_threads())

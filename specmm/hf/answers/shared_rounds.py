@@ -30,7 +30,7 @@ class SharedRounds:
     target: VLMTarget
     parts: Assembly | None
     play: Play
-    user: weakref.ref[Generator[Progress, None, None]] | None = None
+    user: weakref.ref[Generator[Progress, None, None]] | None = None  # the run that uses it
 
     @property
     def busy(self) -> bool:

@@ -120,7 +120,7 @@ class Eagle3Head(nn.Module):
     method: ClassVar[str] = "eagle3"
     d2t: Tensor
     t2d: Tensor
-    parts: Tensor
+    parts: Tensor  # see ``_parts``; with M-RoPE only
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()

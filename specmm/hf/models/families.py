@@ -100,7 +100,7 @@ class Family:
     """
 
     model: PreTrainedModel
-    body: nn.Module
+    body: nn.Module  # the model without its head
     decoder: Any  # a model of transformers, or of a class beside it
     head: Any
     embedding: Callable[[Tensor], Tensor]

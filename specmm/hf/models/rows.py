@@ -107,7 +107,7 @@ class RowsTarget(VLMTarget):
 
     joins: ClassVar[bool] = True
     processor: RowProcessors
-    started: RowsTarget
+    started: RowsTarget  # the row that joined last, for its drafter
 
     def __init__(self, model: Any, name: str) -> None:
         super().__init__(model, RowProcessors(), name)
