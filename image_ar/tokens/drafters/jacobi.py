@@ -196,9 +196,10 @@ class JacobiDrafter:
 
 
 def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
-    """The nearest place to the left of each of ``places`` [B, W] up to ``known`` [B].
+    """The place to the left of each of ``places`` [B, W], at most ``known`` [B].
 
-    If a row has none yet, and for tokens that end a row: as :func:`upper_neighbours`.
+    A picture's row that has no known place, and a token that ends a row, take their upper
+    neighbours (:func:`upper_neighbours`).
     """
     left = torch.minimum(places - 1, known[:, None])
     column = places % target.line
@@ -207,9 +208,9 @@ def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Ten
 
 
 def upper_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
-    """The nearest place above each of ``places`` [B, W] up to ``known`` [B].
+    """The nearest place above each of ``places`` [B, W], at most ``known`` [B].
 
-    If there is none: the latest known place, or -1 for a token that ends the row.
+    Without such a place: the latest known place, or -1 for a token that ends a row.
     """
     latest = known[:, None]
     above = places - target.line

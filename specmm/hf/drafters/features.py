@@ -254,8 +254,8 @@ class FeatureDrafter:
         assert context is not None, "the target keeps a context for drafters that want one"
         network = self.network
         with self.clock("draft"):
-            table = network.prompt_embeddings(target.prompt.input_ids, context.embeddings)
-            read = dataclasses.replace(context, embeddings=table)
+            prompt = network.prompt_embeddings(target.prompt.input_ids, context.embeddings)
+            read = dataclasses.replace(context, embeddings=prompt)
             embeddings, image = next_positions(read, network.embed(token[:, None])[:, 0])
             slots = network.prompt_slots(embeddings, context.hidden, image)
             cache.aim(0, slots.shape[1])
