@@ -205,10 +205,10 @@ def labels_of(pipe: Any, wanted: Classes | None, repeats: int = 1) -> Tensor:
     """Class ids that ``pipe`` draws for ``wanted`` classes, ``repeats`` of each; raises
     ``ValueError`` for no class and as :func:`class_ids` does.
     """
-    each = [] if wanted is None else listed(wanted)
-    if not each:
+    named = [] if wanted is None else listed(wanted)
+    if not named:
         raise ValueError("classes must name at least one class, got none")
-    ids = class_ids(each, pipe.settings.classes, pipe.transformer.config.num_classes)
+    ids = class_ids(named, pipe.settings.classes, pipe.transformer.config.num_classes)
     return torch.tensor(ids, device=pipe.device).repeat_interleave(repeats)
 
 

@@ -156,8 +156,8 @@ def stack_sizes(
     ``block`` are the names of its encoder's levels and residual blocks.
     """
     ch = shape_of(state, "encoder.conv_in.weight", source)[0]
-    each = range(count(state, rf"encoder\.{levels}\.(\d+)\."))
-    names = [f"encoder.{levels}.{i}.{block}.0.conv1.weight" for i in each]
+    blocks = range(count(state, rf"encoder\.{levels}\.(\d+)\."))
+    names = [f"encoder.{levels}.{i}.{block}.0.conv1.weight" for i in blocks]
     return {
         "ch": ch,
         "ch_mult": tuple(shape_of(state, name, source)[0] // ch for name in names),

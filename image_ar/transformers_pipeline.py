@@ -316,7 +316,7 @@ class TransformersImagePictures(TokenPictures):
         assert self.parts.code_ids is not None
         some = int(self.parts.code_ids[0])
         codes = [(tokens.where(tokens >= 0, some), *rest) for tokens, *rest in latents]
-        return torch.cat([to_uint8(decoder(*each)) for each in codes])  # [B, H, W, 3]
+        return torch.cat([to_uint8(decoder(*picture)) for picture in codes])  # [B, H, W, 3]
 
     def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
         """Options for the diffusion model; raises ``ValueError`` if given without such a model."""

@@ -176,8 +176,8 @@ def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_prop_cycle(color=color_sequences["tab20"])
-    each = f" ({rows[0]['samples']} samples each)" if _same_count(rows) else ""
-    axes.set(title=f"Quality against speed: circles exact, triangles relaxed{each}")
+    suffix = f" ({rows[0]['samples']} samples each)" if _same_count(rows) else ""
+    axes.set(title=f"Quality against speed: circles exact, triangles relaxed{suffix}")
     axes.set(xlabel="speed-up over plain decoding", ylabel="FID (lower is better)")
     axes.grid(alpha=0.3)
     return figure, axes

@@ -125,10 +125,10 @@ def _each(media: Any, is_one: Callable[[Any], bool], opened: Callable[[Any], Any
 
 def _per_question(name: str, one: str, media: Any, count: int) -> list[Any]:
     """``media`` as a list with one entry for each of ``count`` questions."""
-    each = [None] * count if media is None else media
-    if not isinstance(each, list | tuple) or len(each) != count:
-        got = len(each) if isinstance(each, list | tuple) else f"one {one}"
+    entries = [None] * count if media is None else media
+    if not isinstance(entries, list | tuple) or len(entries) != count:
+        got = len(entries) if isinstance(entries, list | tuple) else f"one {one}"
         raise ValueError(
             f"{name} must be a list with an entry for each of the {count} questions, got {got}"
         )
-    return list(each)
+    return list(entries)

@@ -217,11 +217,11 @@ def _shown(
     """The processor's keyword arguments for pictures and videos."""
     arguments: dict[str, Any] = {}
     if any(pictures):
-        each = {len(shown) for shown in pictures}
-        if placeholder(processor, "image") is None and each != {1}:
+        counts = {len(shown) for shown in pictures}
+        if placeholder(processor, "image") is None and counts != {1}:
             raise ValueError(
                 f"{type(processor).__name__} takes one picture for each question, got "
-                f"{min(each)} to {max(each)}; ask the questions apart"
+                f"{min(counts)} to {max(counts)}; ask the questions apart"
             )
         arguments["images"] = [list(shown) for shown in pictures]
     if any(videos):

@@ -92,7 +92,7 @@ class ChainProgram:
         goes_on = True
         while goes_on:
             numbers = [self._numbers(there, *s) for s in zip(streams, MOST, strict=True)]
-            stored = torch.tensor([each for _, each in numbers]).T.contiguous()
+            stored = torch.tensor([row_numbers for _, row_numbers in numbers]).T.contiguous()
             fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], stored)
             none = torch.zeros(stored.shape, dtype=stored.dtype)  # not of its strides
             state = none, none.clone(), moved[0] < self.steps, *moved

@@ -71,8 +71,8 @@ def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: i
         source = source.repeat(rows // len(path), 1)  # [R, M]
         destination = destination.repeat(rows // len(path), 1)
     if data.stride(1) != slots * data.stride(2):
-        each = torch.arange(rows, device=path.device)[:, None]
-        data[:, each, destination] = data[:, each, source]
+        row = torch.arange(rows, device=path.device)[:, None]
+        data[:, row, destination] = data[:, row, source]
         return
     if rows > 1:
         first_slot = torch.arange(0, rows * slots, slots, device=path.device)[:, None]

@@ -66,8 +66,8 @@ class Nodes:
         self.sizes = sizes
         self.size = rows * most  # M
         if sizes is not None:
-            each = torch.arange(most, device=sizes.device) < sizes[:, None]
-            self.there = each.flatten().nonzero()[:, 0]  # [M], by number
+            used = torch.arange(most, device=sizes.device) < sizes[:, None]
+            self.there = used.flatten().nonzero()[:, 0]  # [M], by number
             self.size = len(self.there)
             self.back = self.there.new_zeros(rows * most)  # an index of ``there``, or any
             self.back[self.there] = torch.arange(self.size, device=sizes.device)
@@ -81,8 +81,8 @@ class Nodes:
         """``x`` [..., M, ...], whose nodes lie along ``axis``, as [..., R, T, ...]; nodes that a
         row lacks get the values of some other node.
         """
-        each = x if self.sizes is None else x.index_select(axis, self.back)
-        return each.unflatten(axis, (self.rows, self.most))
+        padded = x if self.sizes is None else x.index_select(axis, self.back)
+        return padded.unflatten(axis, (self.rows, self.most))
 
 
 class Part(NamedTuple):

@@ -109,9 +109,9 @@ def told(
     a side from a lane and its name; ``called`` gives a token's text.
     """
     for lanes in race:
-        sides = [part for each, name in zip(lanes, names, strict=True) for part in side(each, name)]
+        sides = [part for lane, name in zip(lanes, names, strict=True) for part in side(lane, name)]
         trace = [gr.skip()] * TRACED
-        if all(each.out is not None for each in lanes):
+        if all(lane.out is not None for lane in lanes):
             trace = TraceView.updates(Trace.of(names, lanes, called))
         yield [result(names, lanes), *sides, *trace]
 

@@ -226,8 +226,8 @@ class _Said:
         pieces = MARKED.split(text)
         for kind in pieces[1::2]:
             self._show(kind, None)
-        each = zip([*pieces[1::2], ""], pieces[::2], strict=True)
-        parts = [part for kind, said in each for part in (_text(said), {"type": kind})][:-1]
+        pairs = zip([*pieces[1::2], ""], pieces[::2], strict=True)
+        parts = [part for kind, said in pairs for part in (_text(said), {"type": kind})][:-1]
         return [part for part in parts if part.get("text") != ""] or [_text("")]
 
     def _part(self, part: Any) -> list[Part]:
@@ -297,15 +297,15 @@ def _tools(value: Any) -> list[Any] | None:
 def _listed(row: Mapping[str, Any], kind: str) -> list[Any]:
     """The pictures or videos that a row lists beside its messages."""
     values = [row[name] for name in (kind, f"{kind}s") if name in row]
-    each = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)
-    return [value for value in each if value is not None and value != ""]
+    flat = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)
+    return [value for value in flat if value is not None and value != ""]
 
 
 def _source(value: Any, folder: Path) -> Any:
     """A picture or video as :func:`specmm.vlm.pictures.open_image` takes it."""
     if isinstance(value, Mapping):
-        each = ("bytes", "base64", "path", "url", "image", "video")
-        value = next((value[name] for name in each if value.get(name) is not None), None)
+        keys = ("bytes", "base64", "path", "url", "image", "video")
+        value = next((value[name] for name in keys if value.get(name) is not None), None)
     if isinstance(value, Path):
         return str(folder / value)
     if isinstance(value, bytes | Image.Image):
@@ -345,8 +345,8 @@ def _files(path: Path) -> list[Path]:
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if len(splits) > 1:
-            each = ", ".join(str(path / split) for split in splits)
-            raise ValueError(f"data must be one split of {path}, give one of {each}")
+            folders = ", ".join(str(path / split) for split in splits)
+            raise ValueError(f"data must be one split of {path}, give one of {folders}")
         path = path / splits[0]
     if (path / "state.json").is_file():
         files = json.loads((path / "state.json").read_text())["_data_files"]
@@ -404,8 +404,8 @@ def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
             batches = pq.ParquetFile(file).iter_batches(256)
         else:
             batches = pa.ipc.open_stream(pa.memory_map(str(file)))
-        each = map(_without_nulls, chain.from_iterable(batch.to_pylist() for batch in batches))
-        yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(each))
+        rows = map(_without_nulls, chain.from_iterable(batch.to_pylist() for batch in batches))
+        yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(rows))
     except pa.ArrowInvalid as error:
         raise ValueError(f"{file} must be a table of chats ({error})") from error
 

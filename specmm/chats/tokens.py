@@ -311,9 +311,9 @@ class ChatReader:
         prompt = VLMPrompt(self._heads(chats, [row.text[: row.head] for row in rows]), 1)
         rooms = (self.limit - prompt.lengths).clamp(min=0).tolist()
         tails = [slice(row.begin, row.begin + room) for row, room in zip(rows, rooms, strict=True)]
-        each = list(zip(rows, tails, strict=True))
+        read = list(zip(rows, tails, strict=True))
         inputs, learnt = answered(
-            prompt, [row.ids[tail] for row, tail in each], [row.learnt[tail] for row, tail in each]
+            prompt, [row.ids[tail] for row, tail in read], [row.learnt[tail] for row, tail in read]
         )
         for i, (chat, row) in enumerate(zip(chats, rows, strict=True)):
             for span in row.spans:
@@ -382,8 +382,8 @@ class ChatReader:
         row = self.written(chat)
         opened, closed = ("\033[1;32m", "\033[0m") if colours else ("⟦", "⟧")
         page = ""
-        for learnt, each in groupby(zip(row.ids, row.learnt, strict=True), itemgetter(1)):
-            text = self.words.decode([token for token, _ in each])
+        for learnt, tokens in groupby(zip(row.ids, row.learnt, strict=True), itemgetter(1)):
+            text = self.words.decode([token for token, _ in tokens])
             page += f"{opened}{text}{closed}" if learnt else text
         return page
 
@@ -415,7 +415,7 @@ def answered(
     ``learnt`` is the mask over the answers' tokens.
     """
     answer_ids = padded([list(ids) for ids in answers])
-    counted = padded([list(map(int, each)) for each in learnt])["input_ids"]
+    counted = padded([list(map(int, flags)) for flags in learnt])["input_ids"]
     said_mask = answer_ids["attention_mask"]
     count = said_mask.shape[1]
     where = prompt.lengths[:, None] + torch.arange(count)

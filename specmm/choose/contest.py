@@ -121,8 +121,8 @@ def _parsed(notes: Any) -> _Noted:
     decoded, lasted, spent = map(float, times)
     samples = {
         method: [
-            Sample(float(prompt), [float(each)] * int(rounds), float(tokens), float(tv))
-            for prompt, each, rounds, tokens, tv in rows
+            Sample(float(prompt), [float(seconds)] * int(rounds), float(tokens), float(tv))
+            for prompt, seconds, rounds, tokens, tv in rows
         ]
         for method, rows in notes["samples"].items()
     }
@@ -170,13 +170,13 @@ class Record:
 
     def known(self) -> str:
         """The method that earlier processes found fastest, as text; "" without notes."""
-        each = {
+        medians = {
             method: statistics.median(x.round for x in samples)
             * sum(len(x.rounds) for x in samples)
             / sum(x.tokens for x in samples)
             for method, samples in self.noted.items()
         }
-        return min(each, key=each.__getitem__, default="")
+        return min(medians, key=medians.__getitem__, default="")
 
     def _recall(self) -> None:
         """Take over the noted samples of the candidates."""

@@ -69,10 +69,10 @@ class Trace:
         """The expected number of rounds in all answers, if a round from each root keeps d drafts
         with probability ``ends`` [R, D + 1].
         """
-        each = ends.split(self.roots.tolist())
+        by_answer = ends.split(self.roots.tolist())
         longest = int(self.roots.max())
-        moves = torch.stack([F.pad(one, (0, 0, 0, longest - len(one))) for one in each])
-        begun = torch.zeros(len(each), longest + ends.shape[1] + 1)  # [B, …] by root
+        moves = torch.stack([F.pad(one, (0, 0, 0, longest - len(one))) for one in by_answer])
+        begun = torch.zeros(len(by_answer), longest + ends.shape[1] + 1)  # [B, …] by root
         begun[:, 0] = 1
         for root in range(longest):
             after = slice(root + 1, root + 1 + ends.shape[1])
@@ -92,11 +92,11 @@ class Trace:
         """The share of likeliest first drafts that are accepted, by the length of the text before
         the answer (keys are upper bounds in tokens).
         """
-        each = self.kept[:, 0, 0].float().split(self.roots.tolist())
+        by_answer = self.kept[:, 0, 0].float().split(self.roots.tolist())
         bounds = self.contexts.float().quantile(torch.tensor([1 / 3, 2 / 3, 1.0])).ceil().int()
         shares, least = {}, -1
         for most in dict.fromkeys(bounds.tolist()):
-            pairs = zip(each, self.contexts.tolist(), strict=True)
+            pairs = zip(by_answer, self.contexts.tolist(), strict=True)
             if some := [one for one, context in pairs if least < context <= most]:
                 shares[most] = float(torch.cat(some).mean())
             least = most
@@ -178,8 +178,8 @@ def costs_of(file: Path) -> dict[int, Costs]:
                 draft, verify = (
                     {int(k): float(v) for k, v in numbers[n].items()} for n in ("draft", "verify")
                 )
-                each = Costs(draft, verify, float(numbers["step"]), float(numbers.get("host", 0.0)))
-                costs[int(record.get("batch", 1))] = each
+                new = Costs(draft, verify, float(numbers["step"]), float(numbers.get("host", 0.0)))
+                costs[int(record.get("batch", 1))] = new
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} must hold seconds of draft, verify and step as specmm plan --json prints "

@@ -127,13 +127,13 @@ class Work:
         """
         self.able &= built
         noted = self.seconds
-        each = seconds / pictures
+        per_picture = seconds / pictures
         if not quick:
-            noted.plain = each if noted.plain is None else min(each, noted.plain)
+            noted.plain = per_picture if noted.plain is None else min(per_picture, noted.plain)
             self.missed += pictures * max(self.saved, 0.0)
         elif self.ready:
             self.tried += 1
-            noted.quick = each if noted.quick is None else min(each, noted.quick)
+            noted.quick = per_picture if noted.quick is None else min(per_picture, noted.quick)
         else:
             usual = noted.quick or (noted.plain or 0.0) * (1 - SHARE)
             beyond = max(seconds - pictures * usual, 0.0)

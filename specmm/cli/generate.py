@@ -179,8 +179,8 @@ def _summary(run: PictureRun) -> str:
     """The text to print after a run, unless JSON is requested."""
     stats = run.stats
     drawn = f"{len(run.outputs)} of {len(run.inputs)} pictures by {run.ran}"
-    each = f", {run.seconds / len(run.outputs):.2f} s each" if run.outputs else ""
-    lines = [f"{drawn} in {run.seconds:.1f} s{each}, seed {run.seed}"]
+    average = f", {run.seconds / len(run.outputs):.2f} s each" if run.outputs else ""
+    lines = [f"{drawn} in {run.seconds:.1f} s{average}, seed {run.seed}"]
     if run.reason:
         decided = f"decided in {run.planning_seconds:.1f} s, not counted above"
         lines.append(f"chosen       {run.reason} ({decided})")

@@ -156,8 +156,8 @@ class CacheSize:
 
     def width(self, dtype: torch.dtype) -> int:
         """Bytes that the largest layer stores of a token."""
-        each = (layer.heads * (layer.keys + layer.values) for layer in self.layers)
-        return max(each, default=1) * dtype.itemsize
+        widths = (layer.heads * (layer.keys + layer.values) for layer in self.layers)
+        return max(widths, default=1) * dtype.itemsize
 
 
 class TreeBias(NamedTuple):
@@ -221,8 +221,8 @@ class Cache:
             self.memory = self.arrays  # for all rows that there is room for
             numbers = [halves[:i].count(half) for i, half in enumerate(halves)]
             where = [list(arrays).index(half) for half in halves]
-            each = list(zip(where, numbers, strict=True))
-            self.pairs = list(zip(each[::2], each[1::2], strict=True))
+            slots = list(zip(where, numbers, strict=True))
+            self.pairs = list(zip(slots[::2], slots[1::2], strict=True))
             views = Views(self.arrays, self.pairs)
             self.layers = [
                 Memory(self.arrays[a][i], self.arrays[b][j], views, layer)

@@ -210,7 +210,7 @@ def sample_generators(
     else:
         first = secrets.randbelow(FRESH) if value is None else read(value)
         seeds = [first + i for i in range(count)]
-    return [torch.Generator(device).manual_seed(each % 2**64) for each in seeds]
+    return [torch.Generator(device).manual_seed(number % 2**64) for number in seeds]
 
 
 def _whole(seed: object) -> int:

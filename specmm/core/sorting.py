@@ -54,9 +54,9 @@ def weighed(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def by_chunks(x: Tensor, k: int, chunks: int) -> tuple[Tensor, Tensor]:
     """:func:`largest` by C = ``chunks`` chunks of V / C numbers, each of at least ``k``."""
     width = x.shape[-1] // chunks
-    each = x.unflatten(-1, (chunks, width)).topk(k)  # [..., C, k]
-    values, indices = each.values.flatten(-2).topk(k)
-    places = each.indices.flatten(-2).gather(-1, indices)
+    largest_of_chunks = x.unflatten(-1, (chunks, width)).topk(k)  # [..., C, k]
+    values, indices = largest_of_chunks.values.flatten(-2).topk(k)
+    places = largest_of_chunks.indices.flatten(-2).gather(-1, indices)
     return values, places + indices // k * width
 
 

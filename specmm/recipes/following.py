@@ -389,11 +389,11 @@ def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = 
             matches = vocabulary.to_target(largest(at_roots, ranks)[1]) == following[:, None]
         else:
             parts = [x.split(CACHED) for x in (probs, at_roots, following)]
-            each = [
+            matches_of_parts = [
                 chances(p, vocabulary.spread(to_probs(x)), token, ranks, generator)
                 for p, x, token in zip(*parts, strict=True)
             ]
-            matches = torch.cat(each)
+            matches = torch.cat(matches_of_parts)
         empty = probs.new_zeros(*roots.shape, ranks)
         matched.append(empty.masked_scatter(roots[..., None], matches.float()))
     return traced(seen, torch.stack(matched), facts)

@@ -420,20 +420,20 @@ def _signals() -> Iterator[list[signal.Signals]]:
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals are the main thread's
         return
-    before = {each: signal.getsignal(each) for each in STOPS}
+    before = {stop: signal.getsignal(stop) for stop in STOPS}
 
     def hear(number: int, _: object) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(signal.Signals(number))
 
-    for each in before:
-        signal.signal(each, hear)
+    for stop in before:
+        signal.signal(stop, hear)
     try:
         yield received
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
 
 
 def _end(received: list[signal.Signals], run: Run, step: int) -> None:

@@ -96,5 +96,5 @@ def of_drafts(
     else:
         parts = zip(wanted.split(rows), states.split(rows), strict=True)
         results = [checkpoint(find, *part, use_reentrant=False) for part in parts]
-        losses, overlaps = (torch.cat(each) for each in zip(*results, strict=True))
+        losses, overlaps = (torch.cat(values) for values in zip(*results, strict=True))
     return losses.sum(0) / max(1, len(losses)), overlaps.sum(0) / max(1, len(losses))

@@ -184,8 +184,8 @@ def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
 def _rope_base(config: Any) -> float:
     """The base of a decoder's rotary positions; the largest if layers differ."""
     rope = getattr(config, "rope_parameters", None) or {}
-    each = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
-    bases = [getattr(config, "rope_theta", None), *(kind.get("rope_theta") for kind in each)]
+    ropes = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    bases = [getattr(config, "rope_theta", None), *(kind.get("rope_theta") for kind in ropes)]
     return float(max(filter(None, bases), default=10000.0))
 
 

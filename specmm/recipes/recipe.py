@@ -215,7 +215,7 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
             return None
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is list:
-        return [_fitting(name, each, typing.get_args(kind)[0]) for each in _listed(value)]
+        return [_fitting(name, item, typing.get_args(kind)[0]) for item in _listed(value)]
     kind, *bounds = typing.get_args(kind) or (kind,)
     parsed = _read(value, kind)
     if not isinstance(parsed, kind) or (kind is int and isinstance(parsed, bool)):

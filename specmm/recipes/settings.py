@@ -121,8 +121,8 @@ def facts_of(recipe: Recipe) -> dict[str, str]:
     for name, value in recipe.settings.items():
         if name not in APART:
             several = value.places if isinstance(value, Places) else value
-            each = [_whole(x) for x in several] if isinstance(several, list) else _whole(several)
-            facts[name] = _short(str(each))
+            values = [_whole(x) for x in several] if isinstance(several, list) else _whole(several)
+            facts[name] = _short(str(values))
     return facts
 
 
@@ -211,8 +211,8 @@ class Begun:
     def steps(self, rows: Sequence[Any]) -> int:
         """Optimiser steps over ``rows``."""
         args = self.training
-        each = args.batch * args.accumulate
-        return math.ceil(args.epochs * len(rows) / each) if args.epochs else int(args.steps)
+        step_rows = args.batch * args.accumulate
+        return math.ceil(args.epochs * len(rows) / step_rows) if args.epochs else int(args.steps)
 
     def run(self, lessons: Lessons, drafter: Any, network: nn.Module, **more: Any) -> Run:
         """The training loop over ``lessons``, with measurements of the ``drafter`` while its

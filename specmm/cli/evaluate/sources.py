@@ -77,9 +77,9 @@ class SourceReader:
 
     def _both(self, read: Callable[[str], T], source: str, reference: str) -> tuple[T, T]:
         of_reference = read(reference) if is_file_of_numbers(reference) else None
-        for each in (source, reference):
-            if not is_file_of_numbers(each):
-                self.pictures(each)
+        for side in (source, reference):
+            if not is_file_of_numbers(side):
+                self.pictures(side)
         return read(source), read(reference) if of_reference is None else of_reference
 
     def features(self, source: str) -> FeatureSet:

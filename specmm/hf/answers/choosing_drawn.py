@@ -68,12 +68,12 @@ class DrawnAnswers:
                 return PLAIN.method, f"no room to try others ({error})"
         share = self.share(target.grammar, prompt.max_new_tokens)
         words, pictures = self.records[key]
-        each = {
+        took = {
             method: (1 - share) * words.each(method) + share * pictures.each(method)
             for method in words.samples
             if method in pictures.samples
         }
-        gains = {method: each[PLAIN.method] / seconds for method, seconds in each.items()}
+        gains = {method: took[PLAIN.method] / seconds for method, seconds in took.items()}
         best = max(gains, key=lambda method: gains[method])
         text = ", ".join(f"{methods.label(method)} {gain:.2f}x" for method, gain in gains.items())
         why = f"measured: {text}, {share:.0%} of it in pictures"

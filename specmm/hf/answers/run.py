@@ -86,10 +86,10 @@ class PromptBatch:
             )
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
-        each = (prompt, *self.waiting.values())
-        self.lengths = [length for row in each for length in row.lengths.tolist()]
+        prompts = (prompt, *self.waiting.values())
+        self.lengths = [length for row in prompts for length in row.lengths.tolist()]
         prompt.longest = max((p.width for p in self.waiting.values()), default=0)
-        for row in each:
+        for row in prompts:
             target.check(row)
         return prompt.to(target.device, target.dtype)
 

@@ -137,8 +137,8 @@ class Eagle3Head(nn.Module):
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(states, sizes.rms_norm_eps)
         if config.fc_norm:
-            each = [config.state_width] * config.read
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(w, sizes.rms_norm_eps) for w in each)
+            widths = [config.state_width] * config.read
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(w, sizes.rms_norm_eps) for w in widths)
         if config.mask is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, states))
         kind = LAYERS[sizes.model_type]

@@ -88,9 +88,9 @@ class MtpLayers:
                 f"MTP layers must attend to all tokens or a window, got {strange[0]}; use another "
                 "method such as prompt-lookup"
             )
-        each = config.per_layer_config if config.is_heterogeneous else [config] * self.count
+        configs = config.per_layer_config if config.is_heterogeneous else [config] * self.count
         return [
-            int(each[number].sliding_window) if kind == SLIDING else 0
+            int(configs[number].sliding_window) if kind == SLIDING else 0
             for number, kind in zip(range(self.count), types, strict=True)
         ]
 

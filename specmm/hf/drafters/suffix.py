@@ -219,8 +219,8 @@ class SuffixRow:
         best = tree.guess(self.state, tree.length[self.state], length, least)
         if self.earlier is None:
             return best
-        matches = [(each, *each.match(self.latest)) for each in self.earlier.trees]
-        guesses = [each.guess(state, many, length, least) for each, state, many in matches]
+        matches = [(other, *other.match(self.latest)) for other in self.earlier.trees]
+        guesses = [other.guess(state, many, length, least) for other, state, many in matches]
         return max(best, *guesses, key=lambda guess: sum(guess.probs))
 
 

@@ -557,8 +557,8 @@ def room_of(config: Any) -> int:
 def _scaled(config: Any) -> list[dict[str, Any]]:
     """Parameters of rotary embeddings that have a factor; they may differ by kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
-    each = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
-    return [kind for kind in each if kind.get("factor") and kind.get("rope_type") in SCALED]
+    ropes = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
+    return [kind for kind in ropes if kind.get("factor") and kind.get("rope_type") in SCALED]
 
 
 def _original(rope: dict[str, Any], length: int) -> int:

@@ -276,13 +276,13 @@ class RowsTarget(VLMTarget):
         inputs = self.embed(mask.joined(ids)[None])
         with self._runs():
             states = self.family.decoder(inputs_embeds=inputs, use_cache=True, **options)
-        each = mask.split(states.last_hidden_state, 1)
+        by_target = mask.split(states.last_hidden_state, 1)
         hidden = mask.split(self._drafters_states(states.last_hidden_state), 1)
         if self.aux is not None:
             self.aux.seen[:] = [x if x is None else mask.split(x, 1)[0] for x in self.aux.seen]
         for number, piece in enumerate(pieces, 1):
-            piece.reading.take(piece.ids, each[number], hidden[number], places[number])
-        return each[0], places[0]
+            piece.reading.take(piece.ids, by_target[number], hidden[number], places[number])
+        return by_target[0], places[0]
 
     def have_read(
         self, ids: Tensor, counts: Tensor, states: Tensor, hidden: Tensor, first: bool

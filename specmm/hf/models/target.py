@@ -449,8 +449,8 @@ class VLMTarget:
         with self._runs():
             if self.way.whole:
                 nodes = tokens.shape[1]
-                each = {k: v.expand(-1, nodes, *v.shape[2:]) for k, v in self.each.items()}
-                return self.family.run({"input_ids": tokens, **options, **each})[0]
+                arguments = {k: v.expand(-1, nodes, *v.shape[2:]) for k, v in self.each.items()}
+                return self.family.run({"input_ids": tokens, **options, **arguments})[0]
             inputs = branched(self.embed(tokens), self.branches)
             states: Tensor = self.family.decoder(
                 inputs_embeds=inputs, use_cache=True, **options
