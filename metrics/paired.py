@@ -118,7 +118,8 @@ def pairs(first: Iterable[T], second: Iterable[U], what: str) -> Iterator[tuple[
         if one is end or two is end:
             longer = "first" if two is end else "second"
             raise ValueError(
-                f"there must be as many {what}, got a number {number} only of the {longer}"
+                f"there must be equally many {what}, got no partner for number {number} of the "
+                f"{longer}"
             )
         yield one, two  # type: ignore[misc]  # neither is the end
     if not number:

@@ -282,7 +282,7 @@ class VQAPipeline(Pipeline):
         if not options.draw:
             return super().target(method, options)
         if options.compiled is True:
-            raise NotCompiled("compiled=True serves no answers with pictures; leave draw out")
+            raise NotCompiled("compiled=True does not serve answers with pictures; leave draw out")
         _check_serving(method)
         return InterleavedTarget(self.model, options.processor, self.name)
 

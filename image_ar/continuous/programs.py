@@ -160,7 +160,7 @@ def check(
     if captures(head.device):
         if method.drafts:
             raise NotCompiled(
-                f"compiled=True of MAR needs, on a GPU, ar, which is faster there, got {method}"
+                f"compiled=True of MAR on a GPU needs ar, which is faster there, got {method}"
             )
         return
     if not method.static_shapes or settings.solver != "ddpm" or head.device.type != "cpu":
@@ -176,7 +176,7 @@ def check(
     )
     if 2 * sum(served) < sum(sizes):
         raise NotCompiled(
-            f"compiled=True of MAR needs iterations of at most {FEW} tokens in a batch, for cspd "
-            f"of one a picture, got up to {max(sizes)} in each of {batch} pictures: give a larger "
-            "num_iter or a smaller batch_size"
+            f"compiled=True of MAR needs iterations of at most {FEW} tokens a batch (with cspd 1 a "
+            f"picture), got up to {max(sizes)} in each of {batch} pictures: give a larger num_iter "
+            "or a smaller batch_size"
         )

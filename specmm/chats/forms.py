@@ -270,7 +270,7 @@ class _Said:
 
 def _text(text: Any) -> Part:
     if not isinstance(text, str):
-        raise Unusable(f"a text is {shown(text)}", "a text is none")
+        raise Unusable(f"a text is {shown(text)}", "a text is no text")
     return {"type": "text", "text": text}
 
 
@@ -311,7 +311,7 @@ def _source(value: Any, folder: Path) -> Any:
     if isinstance(value, bytes | Image.Image):
         return value
     if not isinstance(value, str):
-        raise Unusable(f"a picture is {shown(value)}", "a picture is none")
+        raise Unusable(f"a picture is {shown(value)}", "a picture is no picture")
     if OF_PICTURES.match(value):
         return value
     if value.startswith("file:"):

@@ -266,7 +266,7 @@ class ChatReader:
         before = self._width(chat, row) if self.sees else row.begin
         length = before + len(row.ids) - row.begin
         if length > self.limit and (not self.cut or before >= self.limit):
-            raise Unusable(f"{length} tokens, where {self.limit} have a place", "too long")
+            raise Unusable(f"{length} tokens, of which {self.limit} fit", "too long")
         if not any(row.learnt[: len(row.ids) - max(length - self.limit, 0)]):
             raise Unusable("no answer before it is cut", "too long")
         return min(length, self.limit)

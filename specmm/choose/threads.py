@@ -116,7 +116,7 @@ def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> I
             choice = _Named.choice
             if choice is not None and choice.count != recorded:
                 raise ValueError(
-                    f"this must continue with its {recorded} threads, got {choice.count} "
+                    f"this run must continue with its {recorded} threads, got {choice.count} "
                     f"({choice.reason}); leave that out, or start again in another folder"
                 )
             _Named.choice = Choice(recorded, "it was begun with so many")

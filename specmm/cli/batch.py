@@ -150,7 +150,7 @@ def batch(
                 f"-o drafter={drafter}"
             )
         if workers and engine != "ray":
-            raise ValueError("--workers are actors of --engine ray; leave it out")
+            raise ValueError("--workers is for --engine ray; leave it out")
         spec = Spec(
             model,
             method,

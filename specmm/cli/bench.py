@@ -187,7 +187,7 @@ def plan(
         if kind == "images":
             refuse(_drawing(model), **asking, **written)
             if len(prompt) > 1:
-                raise ValueError(f"a plan of pictures is of one --prompt, got {len(prompt)}")
+                raise ValueError(f"a plan of pictures takes one --prompt, got {len(prompt)}")
             first = prompt[0] if prompt else None
             planned = plan_model(model, batch or 1, cfg, place, drafter, first, tv, **size)
         else:

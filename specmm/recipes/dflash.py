@@ -141,7 +141,8 @@ def layers_read(target: VLMTarget, read: int) -> tuple[int, ...]:
     depth = len(target.family.layers)
     if not 1 <= read < depth:
         raise ValueError(
-            f"read must be 1 to {depth - 1}, the target's layers in front of its last, got {read}"
+            f"read must be 1 to {depth - 1}, the number of the target's layers before its last, "
+            f"got {read}"
         )
     places = torch.linspace(1, max(depth - 3, 0), read) if depth - 1 > read else torch.arange(read)
     return tuple(dict.fromkeys(places.round().int().tolist()))

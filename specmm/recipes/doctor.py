@@ -146,7 +146,7 @@ def examined(
             f"{drafter_folder} of method {kind or 'none'}"
         )
     if sees(folder) and not data:
-        raise ValueError("data must be given of chats that show pictures; give --data FILE")
+        raise ValueError("data must be chats that show pictures, got none; give --data FILE")
     target = load_frozen(folder, "cpu", "float32")
     network = load_drafter(kind, drafter_folder, target.model)
     with TemporaryDirectory() as out:

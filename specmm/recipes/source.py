@@ -113,7 +113,7 @@ class Source(Data):
             raise ValueError(f"give {sources[0]} or {sources[1]}, not both")
         if sees(begun.folder) and sources != ["data"]:
             got = f"{sources[0]}, which is for models that read text alone" if sources else "none"
-            raise ValueError(f"data must be given of chats that show pictures, got {got}")
+            raise ValueError(f"data must be chats that show pictures, got {got}")
         with one_first():
             return self._chats(begun) if sources == ["data"] else self._texts(begun)
 

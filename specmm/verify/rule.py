@@ -340,8 +340,8 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
         rule_object: Rule = kind.rule
         if not maker_of(rule_object) and getattr(rule_object, "greedy", False):
             raise ValueError(
-                f"rule {name} is that of greedy decoding, which takes it by itself, got it for "
-                "drawn tokens; leave it out"
+                f"rule {name} serves only greedy decoding, which uses it by default, got sampling; "
+                "leave it out"
             )
         return rule_object
     rule: Any = kind.rule

@@ -52,11 +52,11 @@ def fid(
     """Fréchet Inception distance; compare equal counts only, small sets are biased upwards."""
     hint = "use specmm eval fd for other networks"
     if reader.network not in INCEPTIONS:
-        raise ValueError(f"FID is of Inception's features, got {reader.network!r}; {hint}")
+        raise ValueError(f"FID needs Inception's features, got {reader.network!r}; {hint}")
     measurement = _frechet(reader, source, reference, seed if interval else None)
     named = str(measurement.protocol.get("features", "inception"))
     if not named.startswith("inception"):
-        raise ValueError(f"FID is of Inception's features, these files hold {named}; {hint}")
+        raise ValueError(f"FID needs Inception's features, got files of {named}; {hint}")
     return measurement
 
 

@@ -255,8 +255,8 @@ def _inputs(arguments: dict[str, Any], input_ids: Tensor, positions_given: bool)
         counted = mask.cumsum(-1) - 1
         if positions_given and not bool(((positions == counted) | (mask == 0)).all()):
             raise ValueError(
-                f"{POSITIONS} must count the prompt's tokens from 0, got others, which trees would "
-                "not go on from; leave them out"
+                f"{POSITIONS} must count the prompt's tokens from 0, got other positions, which "
+                "trees cannot continue; leave them out"
             )
     return inputs
 
@@ -323,8 +323,8 @@ def _check(
     if outputs and config.return_dict_in_generate:  # without a dictionary they are not returned
         raise ValueError(
             f"{outputs[0]} must be off, got {getattr(config, outputs[0])}: rounds score trees, so "
-            "there is not one forward a token to return; leave it out, or score the sequences with "
-            "one forward of the model"
+            "no forward belongs to one token; leave it out, or score the sequences with one "
+            "forward of the model"
         )
 
 

@@ -309,9 +309,9 @@ class Pipeline:
         if kind not in KINDS or kind not in cls.registry:
             got = drafter if isinstance(drafter, Path) else f"a {type(drafter).__name__}"
             raise ValueError(
-                f"drafter must be of a method here, got {got} for method {kind or 'none'}; give "
-                f"one of {', '.join(name for name in KINDS if name in cls.registry)}, or name the "
-                "method"
+                "drafter must be for one of the methods "
+                f"{', '.join(name for name in KINDS if name in cls.registry)}, got {got} for "
+                f"method {kind or 'none'}; give another, or name the method"
             )
         return kind
 
@@ -353,8 +353,8 @@ class Pipeline:
             return partial(round_program, self.model.device)
         if options.stops and asked:
             raise NotCompiled(
-                "compiled=True looks for end tokens only, got stop, which reads the text between "
-                "rounds; leave one of them out"
+                "compiled=True finds only end tokens, got stop texts, which are looked for "
+                "between rounds; leave one of them out"
             )
         rounds = options.max_new_tokens // (USUAL if method.drafts else 1)
         if method.captured and not options.stops and (asked or rounds >= WORTH):

@@ -269,8 +269,8 @@ def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
     """
     if method not in KINDS or not KINDS[method].load:
         raise ValueError(
-            f"method {method} needs no drafter, got {folder}; leave it out, or the method, which "
-            "is then the drafter's"
+            f"method {method} needs no drafter, got {folder}; leave it out, or leave the method "
+            "out to use the drafter's"
         )
     try:
         return named(KINDS[method].load)(folder, target, method)

@@ -176,8 +176,8 @@ def make_vlm_draft(
             return on_device(prompt.source.inputs(proc), prompt.input_ids.device)
         if ENCODED in prompt.inputs:
             raise ValueError(
-                "method 'vlm-draft' needs the pictures, got the target's own reading of them: "
-                "generate encodes them before it calls us; use VQAPipeline, or msd or "
+                "method 'vlm-draft' needs the pictures, got the target's features of them: "
+                "generate encodes pictures before it calls a drafter; use VQAPipeline, or msd or "
                 "text-draft here"
             )
         return prompt.inputs

@@ -552,8 +552,8 @@ class VLMTarget:
         beyond = prompt.input_ids[prompt.input_ids >= rows] if rows else prompt.input_ids[:0]
         if token := max((i for i in beyond.tolist() if i not in self.image_tokens), default=0):
             raise ValueError(
-                f"prompt must be of the {rows} tokens that {self.name} has, got token {token}, "
-                "which its tokenizer knows alone; leave it out, or give the model more rows "
+                f"prompt must hold only the {rows} tokens that {self.name} has, got {token}, "
+                "which only its tokenizer knows; leave it out, or give the model more rows "
                 "(resize_token_embeddings)"
             )
         turn = self.family.turning_point
@@ -567,9 +567,9 @@ class VLMTarget:
             )
         if turn is not None and int(prompt.lengths.min()) <= turn < total:
             raise ValueError(
-                f"prompt and answer must lie on one side of {self.name}'s {turn} positions, got "
-                f"{total}: after them its positions turn by other factors, the prompt's too; give "
-                "fewer max_new_tokens"
+                f"a prompt within the first {turn} positions of {self.name} must have its answer "
+                f"there, too, got {total} positions: after these, all positions turn by other "
+                "factors; give fewer max_new_tokens"
             )
 
     def _last_position(self, total: int) -> int:

@@ -84,7 +84,7 @@ class Chat:
             return as_text(part["text"])
         if kind not in KINDS:
             raise ValueError(
-                "a part of a message must be of type text, image or video, with it, got "
+                "a part of a message must be of type text, image or video, and hold it, got "
                 f"{shown(part.get('type'))}"
             )
         names = (kind, f"{kind}_url", "url", "path", "base64")
