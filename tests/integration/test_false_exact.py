@@ -160,7 +160,7 @@ WAYS = {  # options of a call, and what the certificate or the refusal says
     "decisions are set": (dict(rule=patched(Recursive(), decisions=lax)), f"heuristic: .* {NOT}"),
     "the rule of greedy decoding": (
         dict(rule=GreedyMatch()),
-        "rule greedy match is that of greedy",
+        "rule greedy match serves only greedy decoding",
     ),
     # siblings that are drawn otherwise than the rule needs
     "independent, distinct": (

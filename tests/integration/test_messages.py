@@ -169,7 +169,7 @@ MISTAKES = {
     "no content": ([{"role": "user"}], "content of a message must be a text or a list of parts"),
     "strange part": (
         [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}],
-        "of type text, image or video, with it, got 'audio'",
+        "of type text, image or video, and hold it, got 'audio'",
     ),
     "nothing to see": (
         [{"role": "user", "content": [{"type": "image"}]}],
