@@ -141,6 +141,7 @@ class ChainDrafter(SourceDrafter):
                 self.recall.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain: the block's likeliest tokens, or tokens drawn by its distributions."""
         root = feedback.token
         numbers = None if self.greedy else uniforms
         with self.clock("draft"):
@@ -222,6 +223,7 @@ class DrawnTreeDrafter(SourceDrafter):
         self.levels = Level.all_of(shape)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A tree whose levels are drawn by the block's places, each after its parents."""
         vocabulary = self.source.vocabulary
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]

@@ -83,6 +83,7 @@ class CausalSource:
         self.small.start_row(row, prompt)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """Logits [B, K, V] of a block after the latest tokens; see :class:`BlockSource`."""
         tokens = feedback.token[:, None]
         kept = torch.ones_like(feedback.token)
         if feedback.result is not None and feedback.tokens is not None:

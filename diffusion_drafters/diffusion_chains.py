@@ -157,6 +157,7 @@ class DiffuSpecDrafter:
         self.source.begin(feedback, self.max_depth)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain of each row's best path through the block's likeliest tokens."""
         if feedback.result is not None:
             for row, kept in zip(self.rows, feedback.result.kept.tolist(), strict=True):
                 row.observe(kept)
@@ -203,6 +204,7 @@ class StepsDrafter(SourceDrafter):
         self.shape = TreeShape.chain(length, target.device)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain drawn in pieces; each piece comes from a forward that reads the others."""
         with self.clock("draft"):
             logits = self.source.logits(feedback, self.max_depth)
             drafts = feedback.token.new_empty(len(feedback.token), 0)

@@ -66,9 +66,7 @@ def write_settings(settings: DataclassInstance, folder: Path) -> None:
 
 
 def write_index(family: str, folder: Path) -> None:
-    """Write an index with the ``family`` of the model in ``folder``, and the code by which
-    diffusers opens it.
-    """
+    """Write the index in ``folder``: the model's ``family``, and the code for diffusers."""
     index = {"_class_name": OPENED_BY, "_specmm_version": __version__, "family": family}
     (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
     opener = Path(__file__).with_name("diffusers_pipeline.py").read_bytes()

@@ -328,9 +328,7 @@ def _beside(name: str, target: str) -> str:
 
 @contextlib.contextmanager
 def whole(path: str | Path, what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of the block, ``errors`` among them, into a ``ValueError`` that ``path`` must be
-    a ``what``.
-    """
+    """Turn errors of the block, also ``errors``, into a ``ValueError``: ``path`` is no ``what``."""
     damage: tuple[type[Exception], ...] = (
         zipfile.BadZipFile,
         zlib.error,

@@ -102,6 +102,7 @@ def write_reference(
 
 
 def _arrays(path: Path) -> dict[str, Any]:
+    """The arrays of a file of statistics, by name."""
     if not path.is_file():
         raise ValueError(f"{path} must be a file of statistics (.npz or .pt), there is none")
     try:

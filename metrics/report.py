@@ -168,6 +168,7 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
 
 
 def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
+    """A figure with the plot's axes, titles and grid."""
     with needed("a plot", "bench"):
         from matplotlib import color_sequences
         from matplotlib.backends.backend_agg import FigureCanvasAgg

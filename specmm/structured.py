@@ -63,6 +63,7 @@ class Grammar:
         return cached[key]
 
     def _compile(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[int]) -> Any:
+        """The grammar compiled by xgrammar for a tokenizer."""
         with needed(f"a {self.kind}", "structured"):
             import xgrammar
         if not ends:

@@ -174,6 +174,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def settle(
         self, method: methods.ScalesMethod, batch: int, sampling: Sampling, pictures: int = 1
     ) -> tuple[methods.ScalesMethod, str, None]:
+        """``method`` with CoDe's N chosen, the reason, and no record."""
         match method:
             case methods.CoDe(n=-1):
                 specialised_to = specialised(self.settings)
@@ -326,6 +327,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     @torch.inference_mode()
     def draw(self, batch: Batch[methods.ScalesMethod]) -> Drawn:
+        """Draw a batch scale by scale, until its end or an interrupt."""
         begin = time.perf_counter()
         clock = Clock()
         feature_map = FeatureMap(self.vae.quantize, len(batch.of))

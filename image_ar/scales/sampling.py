@@ -169,6 +169,7 @@ class InverseCDF:
     scales: int
 
     def draw(self, logits: Tensor, k: int) -> ScaleTokens:
+        """The tokens of scale ``k`` from ``logits`` [B, T, V]."""
         if self.sampling.more_smooth:
             masked = self.sampling.masked(logits)
             noise = gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))

@@ -38,8 +38,6 @@ def tree_attention(q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask, scal
 
 
 def seen_slots(words: Tensor, length: int, nodes: int, first: int) -> list[int]:
-    """Slots attended to by a query with ancestor ``words`` [W]: the prefix, ancestors at ``first``
-    on.
-    """
+    """Slots attended to with ancestor ``words`` [W]: the prefix, and ancestors from ``first``."""
     bits = [int(words[n // 64]) >> (n % 64) & 1 for n in range(nodes)]
     return [*range(length), *(first + n for n in range(nodes) if bits[n])]

@@ -130,6 +130,7 @@ def _short(model: Mapping[str, Any]) -> list[str]:
 
 
 def _model_lines(model: Mapping[str, Any]) -> str:
+    """A shipped model's card as text."""
     title = f"{model['name']}  {model['bytes'] / 2**20:.1f} MB  {model.get('description', '')}"
     lines = [title.rstrip()]
     for key in ("data", "licence", "seed", "steps", "loss", "command", "install"):

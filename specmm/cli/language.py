@@ -327,6 +327,7 @@ def _drafting(out: Any) -> dict[str, Any]:
 
 
 def _show_drafting(out: Any) -> None:
+    """Print to stderr how drafts were accepted, and what drafting took."""
     stats = out.stats
     if stats.depths:
         say("accepted by position  " + " ".join(f"{s:.2f}" for s in stats.accepted_by_position))

@@ -141,9 +141,7 @@ def given(**options: Any) -> dict[str, Any]:
 
 
 def refuse(models: str, **options: object) -> None:
-    """Raise ``ValueError`` for the first of the ``options`` that is not empty: ``models`` do not
-    read it.
-    """
+    """Raise ``ValueError`` for the first of ``options`` that is set: ``models`` do not read it."""
     for name, value in options.items():
         if not (value is None or value is False or value == []):
             option = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"

@@ -91,6 +91,7 @@ class Uniforms:
         return self.generators[0].device
 
     def draw(self, count: int) -> Tensor:
+        """The next ``count`` numbers of every row: [B, count]."""
         unused = self._block.shape[1] - self._used
         if unused < count:
             fresh = [self._next(row, max(BLOCK, count)) for row in range(len(self.generators))]

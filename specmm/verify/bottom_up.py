@@ -108,6 +108,7 @@ class Traversal:
     name: str = "traversal"
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
+        """Acceptance and distributions by level, from the root's children down."""
         if tree.shape.is_chain and tree.shape.width:
             return Block().decisions(tree, p)  # the same numbers in a quarter of the operations
         # missing children (-1) fall into the spare column

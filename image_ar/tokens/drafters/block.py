@@ -224,6 +224,7 @@ class BlockDrafter:
         self.cache.lengths[row] = 0
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A tree or chain, level by level, from one pass of the head for all levels."""
         with self.clock("draft"):
             states = self._levels(feedback)
         if self.rejected is not None:

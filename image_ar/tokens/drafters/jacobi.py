@@ -99,6 +99,7 @@ class JacobiDrafter:
         """Does nothing: the next feedback holds all needed state."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A window drawn by the target's last distributions, coupled to its last drafts."""
         earlier = self.earlier(feedback) if self.coupled else None
         probs = self.newest(feedback, earlier)
         if not self.coupled:

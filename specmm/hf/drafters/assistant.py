@@ -80,6 +80,7 @@ class AssistantDrafter:
         """Does nothing: the drafter stores nothing for a row."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain or tree from the target's state before the latest token."""
         hidden = feedback.output.hidden[:, -1]
         if feedback.result is not None:
             last = feedback.result.kept.clamp(min=1) - 1

@@ -214,6 +214,7 @@ class FeatureDrafter:
             self.ahead.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain or tree from the state predicted after the committed tokens."""
         state = self.predicted
         if feedback.result is not None:
             self.kept = feedback.result.kept

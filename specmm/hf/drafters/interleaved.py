@@ -52,6 +52,7 @@ class InterleavedDrafter:
         self.jacobi.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """Jacobi's chain inside pictures, what followed the latest words in text."""
         tree: DraftTree = self.jacobi.propose(feedback, uniforms)
         with self.clock("draft"):
             self.recall.extend(feedback)
