@@ -108,7 +108,7 @@ class MaskedDDiT:
         return self
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        """States [B, L, C] after ``tokens`` [B, L]; see :class:`DiffusionLM`."""
+        """States [B, L, C] of ``tokens`` [B, L]; see :class:`DiffusionLM`."""
         if valid is None:
             order = torch.arange(tokens.shape[1], device=tokens.device)[None]
             mask = None

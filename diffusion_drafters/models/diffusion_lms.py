@@ -106,7 +106,7 @@ class FullAttention:
         return self
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        """States [B, L, C] after ``tokens`` [B, L]; see :class:`DiffusionLM`."""
+        """States [B, L, C] of ``tokens`` [B, L]; see :class:`DiffusionLM`."""
         # An attention mask of None would be a causal one.
         dtype = self.model.lm_head.weight.dtype
         bias = torch.zeros(1, 1, 1, tokens.shape[1], dtype=dtype, device=tokens.device)
