@@ -170,9 +170,9 @@ def check_shared(message: str, shared: Mapping[str, Sequence[str]], ours: Any, t
     ``message`` is the error's text, with a fact's ``{name}`` and values ``{ours}``, ``{theirs}``.
     """
     for name, attributes in shared.items():
-        both = getattr(ours, attributes[0]), getattr(theirs, attributes[-1])
-        if both[0] != both[1]:
-            raise ValueError(message.format(name=name, ours=both[0], theirs=both[1]))
+        values = getattr(ours, attributes[0]), getattr(theirs, attributes[-1])
+        if values[0] != values[1]:
+            raise ValueError(message.format(name=name, ours=values[0], theirs=values[1]))
 
 
 def _names(kind: type[DataclassInstance]) -> list[str]:

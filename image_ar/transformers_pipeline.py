@@ -314,8 +314,8 @@ class TransformersImagePictures(TokenPictures):
     def pixels(self, latents: Any) -> Tensor:
         decoder = self.decoder()
         assert self.parts.code_ids is not None
-        some = int(self.parts.code_ids[0])
-        codes = [(tokens.where(tokens >= 0, some), *rest) for tokens, *rest in latents]
+        any_code = int(self.parts.code_ids[0])
+        codes = [(tokens.where(tokens >= 0, any_code), *rest) for tokens, *rest in latents]
         return torch.cat([to_uint8(decoder(*picture)) for picture in codes])  # [B, H, W, 3]
 
     def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:

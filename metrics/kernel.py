@@ -91,8 +91,8 @@ def kernel_distance(
 
 
 def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:
-    some = partial(torch.randperm, generator=torch.Generator().manual_seed(seed))
-    return [(some(n)[:size], some(m)[:size]) for _ in range(subsets)]
+    permutation = partial(torch.randperm, generator=torch.Generator().manual_seed(seed))
+    return [(permutation(n)[:size], permutation(m)[:size]) for _ in range(subsets)]
 
 
 def exact_pair(first: Features, second: Features) -> tuple[Tensor, Tensor, Protocol]:

@@ -216,16 +216,16 @@ class Matchers:
         if row not in self._rows:
             compiled = self.compiled[row if len(self.compiled) > 1 else 0]
             self._rows[row] = GrammarMatcher(compiled), []
-        matcher, said = self._rows[row]
-        pairs = enumerate(zip(said, answer, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(said), len(answer)))
-        if same < len(said):
-            matcher.rollback(len(said) - same)
-            del said[same:]
+        matcher, read = self._rows[row]
+        pairs = enumerate(zip(read, answer, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(read), len(answer)))
+        if same < len(read):
+            matcher.rollback(len(read) - same)
+            del read[same:]
         for token in answer[same:]:
             if matcher.is_terminated() or not matcher.accept_token(token):
                 return None
-            said.append(token)
+            read.append(token)
         return None if matcher.is_terminated() else matcher
 
 

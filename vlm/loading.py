@@ -268,8 +268,8 @@ class Tower(PreTrainedModel):
         for place, block in enumerate(net._blocks):
             x = block(x)
             fine = x if place == FINE_BLOCK else fine
-        both = torch.cat([F.avg_pool2d(fine, 2), x], dim=1)  # [B, D, S / 32, S / 32]
-        features = both.flatten(2).transpose(1, 2)
+        joined = torch.cat([F.avg_pool2d(fine, 2), x], dim=1)  # [B, D, S / 32, S / 32]
+        features = joined.flatten(2).transpose(1, 2)
         return BaseModelOutput(last_hidden_state=features, hidden_states=(features,))
 
 

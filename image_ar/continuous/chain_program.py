@@ -87,17 +87,17 @@ class ChainProgram:
     def __call__(self, rows: list[Tensor], streams: tuple[PictureStreams, PictureStreams]) -> None:
         """Advance ``rows``, tensors of ``ChainRows``, in place by all rounds a program can run."""
         unfinished = (rows[0] < self.steps).view(self.batch, -1).any(1)
-        there = unfinished.nonzero().flatten().tolist()
+        live = unfinished.nonzero().flatten().tolist()
         moved = rows
         goes_on = True
         while goes_on:
-            numbers = [self._numbers(there, *s) for s in zip(streams, MOST, strict=True)]
+            numbers = [self._numbers(live, *s) for s in zip(streams, MOST, strict=True)]
             stored = torch.tensor([row_numbers for _, row_numbers in numbers]).T.contiguous()
             fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], stored)
             none = torch.zeros(stored.shape, dtype=stored.dtype)  # not of its strides
             state = none, none.clone(), moved[0] < self.steps, *moved
             drawn, short, _, *moved = self.run(fixed, state)
-            goes_on = self._drawn(there, drawn.tolist(), short.tolist(), streams, stored.tolist())
+            goes_on = self._drawn(live, drawn.tolist(), short.tolist(), streams, stored.tolist())
         for x, value in zip(rows, moved, strict=True):
             x.copy_(value)
 

@@ -145,8 +145,8 @@ class ChainRun:
         return self.tables.at(k, min(self.window, max(2, self.steps - int(k.min()))))
 
     def answers(self, k: Array, x: Array) -> tuple[Array, Array]:
-        there = torch.from_numpy(x).to(self.bound.head.device)
-        eps, v = self.bound.window(self.played, k.tolist(), there)
+        points = torch.from_numpy(x).to(self.bound.head.device)
+        eps, v = self.bound.window(self.played, k.tolist(), points)
         return eps.cpu().numpy(), v.cpu().numpy()
 
     def look(self, p: Normal, wider: Array, k: Array) -> None:

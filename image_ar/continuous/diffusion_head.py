@@ -280,8 +280,8 @@ class BoundHead:
         starts = torch.tensor(first, device=x.device)[:, None]
         steps = (starts + torch.arange(width, device=x.device)).clamp_(max=last)
         if self.table is not None:
-            there = torch.tensor(rows, device=x.device)[:, None]
-            return self._predict(x, self.table[steps, there])
+            row_index = torch.tensor(rows, device=x.device)[:, None]
+            return self._predict(x, self.table[steps, row_index])
         inner = F.silu(self.head.times[steps][:, :, None] + self.cond[rows][:, None])
         return self._predict(x, F.linear(inner, self.head.weight, self.head.bias))
 

@@ -78,8 +78,8 @@ def _published(
     dim: int, depth: int, heads: int, head_width: int, head_depth: int
 ) -> dict[str, int]:
     sizes = {"embed_dim": dim, "depth": depth, "num_heads": heads}
-    both = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
-    return both | {"diffloss_w": head_width, "diffloss_d": head_depth}
+    per_side = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
+    return per_side | {"diffloss_w": head_width, "diffloss_d": head_depth}
 
 
 PUBLISHED = {

@@ -118,7 +118,7 @@ class MARGraphs:
         """Whether the graphs must be recorded again: the weights have moved, or there are too many
         graphs, or they hold too much memory.
         """
-        graphs = [graph for some in self.made.values() for graph in some.by_form.values()]
+        graphs = [graph for made in self.made.values() for graph in made.by_form.values()]
         moved = placed(self.model) != self.weights
         return moved or len(graphs) > MOST or sum(x.held for x in graphs) > MOST_BYTES
 

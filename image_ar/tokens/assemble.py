@@ -86,9 +86,9 @@ class PictureParts:
     def head(self, kind: str) -> Any:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
         if kind not in self.drafters:
-            there = ", ".join(sorted(self.drafters)) or "none"
+            names = ", ".join(sorted(self.drafters)) or "none"
             raise ValueError(
-                f"this model has no {kind!r} drafter (it has: {there}); "
+                f"this model has no {kind!r} drafter (it has: {names}); "
                 "use method sjd or ar, or train one for a LlamaGen"
             )
         return self.drafters[kind]

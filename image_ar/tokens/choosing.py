@@ -115,10 +115,10 @@ def relaxed_methods() -> list[Method]:
     return [methods.GSD(), *borrowing, methods.Lantern(drafter="block")]
 
 
-def serving(some: Sequence[Method], target: DrawingTarget, parts: PictureParts) -> list[Method]:
-    """The methods among ``some`` that can draw with ``target``."""
+def serving(offered: Sequence[Method], target: DrawingTarget, parts: PictureParts) -> list[Method]:
+    """The methods among ``offered`` that can draw with ``target``."""
     usable: list[Method] = []
-    for method in some:
+    for method in offered:
         try:
             assemble(method, target, parts)
         except ValueError:  # a small picture, layers that cannot be left out, no drafter

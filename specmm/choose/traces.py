@@ -77,8 +77,8 @@ class Trace:
         for root in range(longest):
             after = slice(root + 1, root + 1 + ends.shape[1])
             begun[:, after] += begun[:, root, None] * moves[:, root]
-        there = torch.arange(begun.shape[1]) < self.roots[:, None]
-        return float(begun[there].sum())
+        inside = torch.arange(begun.shape[1]) < self.roots[:, None]
+        return float(begun[inside].sum())
 
     def table(self) -> list[list[float]]:
         """Acceptance [D, K] of the draft of each rank, given that the drafts above are accepted."""
@@ -97,8 +97,8 @@ class Trace:
         shares, least = {}, -1
         for most in dict.fromkeys(bounds.tolist()):
             pairs = zip(by_answer, self.contexts.tolist(), strict=True)
-            if some := [one for one, context in pairs if least < context <= most]:
-                shares[most] = float(torch.cat(some).mean())
+            if group := [one for one, context in pairs if least < context <= most]:
+                shares[most] = float(torch.cat(group).mean())
             least = most
         return shares
 

@@ -71,8 +71,8 @@ def mark(tensors: Iterable[Tensor], file: Path) -> None:
     for tensor in tensors:
         first = tensor.untyped_storage().data_ptr()
         last = first + tensor.untyped_storage().nbytes()
-        there = any(start <= first and last <= end for start, end in ranges)
-        if there and not tensor.is_inference():  # inference tensors do not count changes
+        mapped = any(start <= first and last <= end for start, end in ranges)
+        if mapped and not tensor.is_inference():  # inference tensors do not count changes
             setattr(tensor, MAPPED, tensor._version)
 
 

@@ -77,8 +77,8 @@ def _forms(tensors: Iterable[Tensor]) -> list[Any]:
 def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy ``values`` to tensors of the same shapes and dtypes, in one launch for each dtype."""
     for dtype in {x.dtype for x in into}:
-        some = [i for i, x in enumerate(into) if x.dtype == dtype]
-        torch._foreach_copy_([into[i] for i in some], [values[i] for i in some])
+        like = [i for i, x in enumerate(into) if x.dtype == dtype]
+        torch._foreach_copy_([into[i] for i in like], [values[i] for i in like])
 
 
 class RecordedRound:

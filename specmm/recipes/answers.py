@@ -40,9 +40,9 @@ def answered(
     places = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
     with tqdm(total=len(places), desc="answer") as bar:
         for which, temperature in enumerate(TEMPERATURES):
-            some = [key for key in places if int(key, 16) % len(TEMPERATURES) == which]
-            new = [key for key in some if key not in answers]
-            bar.update(len(some) - len(new))
+            keys = [key for key in places if int(key, 16) % len(TEMPERATURES) == which]
+            new = [key for key in keys if key not in answers]
+            bar.update(len(keys) - len(new))
             for start in range(0, len(new), AT_ONCE):
                 part = {key: chats[places[key]] for key in new[start : start + AT_ONCE]}
                 fitting = {k: chat for k, chat in part.items() if reader.has_room(chat, longest)}
@@ -87,16 +87,16 @@ def _answers(
     """The answers to ``chats``, turn by turn."""
     texts: dict[str, list[str]] = {key: [] for key in chats}
     for turn in range(max(len(_turns(chat)) for chat in chats.values())):
-        some = [key for key, chat in chats.items() if turn < len(_turns(chat))]
-        prompts = [_said(chats[key], texts[key]) for key in some]
+        keys = [key for key, chat in chats.items() if turn < len(_turns(chat))]
+        prompts = [_said(chats[key], texts[key]) for key in keys]
         answers = reader.answers(
             pipe,
             prompts,
             [_turns(chat)[turn] for chat in prompts],
             temperature=temperature,
             max_new_tokens=longest,
-            seed=[int(key, 16) % 2**31 for key in some] if temperature else None,
+            seed=[int(key, 16) % 2**31 for key in keys] if temperature else None,
         )
-        for key, text in zip(some, answers, strict=True):
+        for key, text in zip(keys, answers, strict=True):
             texts[key].append(text)
     return texts

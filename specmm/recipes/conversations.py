@@ -139,12 +139,12 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
         count: int, other: ChatReader = reader, edit: Callable[[Chat], Chat] = lambda chat: chat
     ) -> VLMPrompt:
         fitting = (chat for i in questions if reader.has_room(chat := chats[i], LONGEST))
-        if not (some := list(islice(fitting, count))):
+        if not (batch := list(islice(fitting, count))):
             raise ValueError(
                 f"data must hold questions that leave room for answers of {LONGEST} tokens, got "
                 f"none among the {len(questions)} that were held out"
             )
-        return other.prompts([edit(chat) for chat in some], LONGEST)
+        return other.prompts([edit(chat) for chat in batch], LONGEST)
 
     sorts = [sort for sort, numbers in by_sort.items() if numbers]
     return Conversations(rows, draw, prompts, reader, reader.read, sorts)

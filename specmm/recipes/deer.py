@@ -152,8 +152,8 @@ def deer_loss(
     even = counted[:, None].float()
     first = probs_loss(states[:, None, :length], data.hidden[:, None], even, target.head, loss=loss)
     part = 1 / drafter.block
-    both = part * first["loss"] + (1 - part) * losses["loss"]
-    return {**losses, "loss": both, "first": first["first"]}
+    mixed = part * first["loss"] + (1 - part) * losses["loss"]
+    return {**losses, "loss": mixed, "first": first["first"]}
 
 
 def _hide(

@@ -124,8 +124,8 @@ def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
     """The folder of a picture ``model``, and the writable folder of its drafter ``kind``; raises
     ``ValueError`` if the latter exists and ``replace`` is off.
     """
-    there = zoo.pocket_models().get(model, Path(model))
-    if picture_type(there) is not None:
+    folder = zoo.pocket_models().get(model, Path(model))
+    if picture_type(folder) is not None:
         raise ValueError(
             f"drafters are trained for LlamaGens, got {model}, a picture model of transformers: "
             "sjd and gsd need none"

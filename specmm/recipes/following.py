@@ -86,8 +86,8 @@ class Evidence:
         depth = torch.arange(len(values), device=slots.device)
         slot = slots[:, None] + depth  # [R, D]
         chain = values[depth, rows[:, None], slot.clamp(max=values.shape[2] - 1)]
-        there = slot <= last[:, None]
-        return chain * there.view(*there.shape, *([1] * (chain.ndim - 2)))
+        inside = slot <= last[:, None]
+        return chain * inside.view(*inside.shape, *([1] * (chain.ndim - 2)))
 
 
 @torch.inference_mode()
@@ -234,9 +234,9 @@ class BlockReading(Reading):
                 place, memory = source.next_logits(place, before, memory)
             by_slot = place.new_zeros(len(place), length, place.shape[-1])
             slot = slots + k
-            there = slot < length
+            inside = slot < length
             anchor_states = place[rows, slots - first[rows]]
-            yield by_slot.index_put((rows[there], slot[there]), anchor_states[there])
+            yield by_slot.index_put((rows[inside], slot[inside]), anchor_states[inside])
 
     def _layer(self, seen: Evidence, number: int) -> Tensor:
         last = number == len(seen.layers) - 1 and self.network.config.normed

@@ -223,7 +223,7 @@ def top_down_measured(tree: DraftTree, p: Tensor, step: Step, strict: Step) -> D
     walk = families_of(tree.shape)
     loose = tight = p.index_select(1, walk.inner)
     excess = loose.new_zeros(loose.shape[:2])
-    both = loose.new_ones(loose.shape[:2])  # both have rejected all siblings so far
+    both_rejected = loose.new_ones(loose.shape[:2])  # both have rejected all siblings so far
     chances = []
     for trial in trials(tree, walk):
         a, loose = _try(walk, loose, trial, step)
@@ -231,9 +231,9 @@ def top_down_measured(tree: DraftTree, p: Tensor, step: Step, strict: Step) -> D
         chances.append(a)
         pad = (0, loose.shape[1] - a.shape[1])
         either = F.pad(torch.maximum(a, s), pad)
-        excess = excess + both * F.pad((a - s).abs(), pad)
-        both = both * (1 - either)
-    excess = excess + both * (loose - tight).abs().sum(-1) / 2
+        excess = excess + both_rejected * F.pad((a - s).abs(), pad)
+        both_rejected = both_rejected * (1 - either)
+    excess = excess + both_rejected * (loose - tight).abs().sum(-1) / 2
     return finished(tree, p, chances, loose, excess)
 
 

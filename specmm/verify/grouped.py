@@ -91,7 +91,7 @@ class Grouped:
         order = target.argsort(dim=-1, descending=True, stable=True)
         rank = (order == token[..., None]).int().argmax(-1, keepdim=True)
         places = rank + torch.arange(-self.span, self.span + 1, device=rank.device)
-        there = (places >= 0) & (places < target.shape[-1])
+        inside = (places >= 0) & (places < target.shape[-1])
         group = order.gather(-1, places.clamp(0, target.shape[-1] - 1))
         token_prob = take(target, token)[..., None]
         alike = (take(target, group) - token_prob).abs() < self.gap
@@ -99,4 +99,4 @@ class Grouped:
             near, is_code = self.neighbourhood.near(token, self.k)
             members = (group[..., None] == near[..., None, :]).any(-1)
             alike &= members & is_code[..., None]
-        return group, there & (alike | (group == token[..., None]))
+        return group, inside & (alike | (group == token[..., None]))

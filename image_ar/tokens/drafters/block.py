@@ -350,9 +350,9 @@ class RejectedPositions:
         last = feedback.result.path.gather(1, end)  # [B, 1]
         below = feedback.drafted[0].shape.once("first below", first_below)
         source = below[last[:, 0]]  # [B, D]
-        there = feedback.continued(source >= 0)
+        valid = feedback.continued(source >= 0)
         older = at_nodes(feedback.output.probs, source.clamp(min=0))  # [B, D, V]
-        share = self.weight * there[..., None].to(older.dtype)
+        share = self.weight * valid[..., None].to(older.dtype)
         older.clamp_(min=torch.finfo(older.dtype).tiny).log_().mul_(share)
         self.older = older.split(1, dim=1)
         self.rest = (1 - share).split(1, dim=1)

@@ -70,7 +70,7 @@ def candidates_of(
                 raise
             LOGGER.info("auto: without %s: %s", name, error)
     in_turn = zip_longest(*(trees for _, trees in sorted(candidates, key=itemgetter(0))))
-    return [candidate for some in in_turn for candidate in some if candidate is not None]
+    return [candidate for turn in in_turn for candidate in turn if candidate is not None]
 
 
 def record_of(

@@ -111,10 +111,10 @@ class AssistantDrafter:
 
     def _states(self, tokens: Tensor, before: Tensor) -> Tensor:
         """States [B, N, D] after ``tokens`` [B, N] and states ``before`` [B, N, C]."""
-        both = torch.cat([self.target.embed(tokens), before], -1)
+        inputs = torch.cat([self.target.embed(tokens), before], -1)
         count = tokens.shape[1]
         states: Tensor = self.model.model(
-            inputs_embeds=self.model.pre_projection(both),
+            inputs_embeds=self.model.pre_projection(inputs),
             attention_mask={k: mask.expand(-1, -1, count, -1) for k, mask in self.masks.items()},
             position_ids=self.position.expand(-1, count),
             shared_kv_states=dict(self.shared),

@@ -246,8 +246,8 @@ def mtp_layers(folder: ModelFolder) -> int:
 
     It comes from the config, or else from the names of the weights.
     """
-    said = next((int(folder.layer[name]) for name in MTP if folder.layer.get(name)), 0)
-    if said or _type(folder) not in UNSAID:
-        return said
+    count = next((int(folder.layer[name]) for name in MTP if folder.layer.get(name)), 0)
+    if count or _type(folder) not in UNSAID:
+        return count
     matches = map(re.compile(UNSAID[_type(folder)]).match, folder.weights)
     return len({match[1] for match in matches if match})

@@ -173,17 +173,17 @@ class FeatureDrafter:
 
     def start_row(self, row: int) -> None:
         """Read the new prompt except its last slot, which the next round reads with a token."""
-        alone = self.target.started
-        ids = alone.prompt.input_ids
+        row_target = self.target.started
+        ids = row_target.prompt.input_ids
         size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
-        slots = Cache(size, self.cache.dtype, alone.device)
-        self._read(alone, ids[:, -1], slots)
+        slots = Cache(size, self.cache.dtype, row_target.device)
+        self._read(row_target, ids[:, -1], slots)
         slots.lengths -= 1
         if self.target.cache.size.capacity > self.cache.size.capacity:
             self.cache.widen(self.target.cache.size.capacity)
             self._resized()
         self.cache.take(row, slots)
-        self.shift = with_row(self.shift, row, shift_of(alone))
+        self.shift = with_row(self.shift, row, shift_of(row_target))
 
     def join(self) -> None:
         """Add a row at the end, which is then started."""

@@ -84,15 +84,15 @@ class MtpDrafter:
 
     def start_row(self, row: int) -> None:
         """Read the new prompt but for its last slot: the next round reads that with a token."""
-        alone = self.target.started
-        ids = alone.prompt.input_ids
+        row_target = self.target.started
+        ids = row_target.prompt.input_ids
         size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
-        slots = Cache(size, self.cache.dtype, alone.device)
-        states = self._read_prompt(alone, ids[:, -1], slots)
+        slots = Cache(size, self.cache.dtype, row_target.device)
+        states = self._read_prompt(row_target, ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
         self.growth.last[row] = _at(states, (slots.lengths - 1).clamp(min=0))[0]
-        self.shift = with_row(self.shift, row, shift_of(alone))
+        self.shift = with_row(self.shift, row, shift_of(row_target))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         state = self.growth.read_committed(self, feedback)

@@ -67,10 +67,10 @@ def _numbered(stored: State, target: PreTrainedModel, source: Path) -> State:
         numbers[name] = counted.view(stored[name].shape)
         begin += size
     with TemporaryDirectory() as folder:
-        there = Path(folder)
-        save_file(numbers, there / "model.safetensors", {"format": "pt"})
-        shutil.copyfile(source / "config.json", there / "config.json")
-        main = named_layers(target, there)
+        path = Path(folder)
+        save_file(numbers, path / "model.safetensors", {"format": "pt"})
+        shutil.copyfile(source / "config.json", path / "config.json")
+        main = named_layers(target, path)
         main.config.dtype = torch.float64
         weights = own_weights(MtpModel.from_pretrained(main))
     # weights that do not come from the checkpoint have fractions or repeated numbers

@@ -73,15 +73,15 @@ class RowProcessors:
         kind = torch.promote_types(logits.dtype, torch.float32)
         probs = torch.empty_like(logits, dtype=kind)
         for processor, rows in groups:
-            some = torch.tensor(rows, device=logits.device)
-            part = None if tree is None else _part(tree, some)
+            index = torch.tensor(rows, device=logits.device)
+            part = None if tree is None else _part(tree, index)
             try:
-                probs[some] = processor.probs(logits[some], history.rows(some), part)
+                probs[index] = processor.probs(logits[index], history.rows(index), part)
             except Exception as error:
                 if out_of_memory(error):
                     raise
                 self.failed |= dict.fromkeys(rows, error)
-                probs[some] = torch.eye(1, probs.shape[-1], device=probs.device)
+                probs[index] = torch.eye(1, probs.shape[-1], device=probs.device)
         return probs
 
 
@@ -90,12 +90,12 @@ def _alike(one: ProbsProcessor, other: ProbsProcessor) -> bool:
     return one is other or (isinstance(one, Processor) and one == other)
 
 
-def _part(tree: DraftTree, some: Tensor) -> DraftTree:
-    """``some`` rows [n] of a ``tree``."""
+def _part(tree: DraftTree, rows: Tensor) -> DraftTree:
+    """The ``rows`` [n] of a ``tree``."""
     shape = tree.shape
     if not shape.shared:
-        shape = TreeShape(shape.parents[some], shape.depth, shape.width)
-    return DraftTree(tree.tokens[some], shape)
+        shape = TreeShape(shape.parents[rows], shape.depth, shape.width)
+    return DraftTree(tree.tokens[rows], shape)
 
 
 class RowsTarget(VLMTarget):
@@ -467,10 +467,10 @@ class Reading:
         assert self.output is not None
         if number in self.alone.processor.failed:
             raise self.alone.processor.failed[number]
-        some = slice(number, number + 1)
-        ends = extremes(self.alone.logits[some])
+        one_row = slice(number, number + 1)
+        ends = extremes(self.alone.logits[one_row])
         check_finite(ends, f"{self.alone.name} in round 0")
-        return TargetOutput(self.output.probs[some], self.output.hidden[some], ends)
+        return TargetOutput(self.output.probs[one_row], self.output.hidden[one_row], ends)
 
     def row(self, number: int) -> RowsTarget:
         """A target with only prompt ``number``, for drafters to read. If only one prompt was read,
@@ -480,15 +480,15 @@ class Reading:
             return self.alone
         reading = copy.copy(self.alone)
         length = int(self.prompt.lengths[number])
-        some = slice(number, number + 1)
-        reading.prompt = VLMPrompt({"input_ids": self.prompt.input_ids[some, :length]}, 1)
-        reading.offsets = self.alone.offsets[..., some]
-        reading.begins = self.alone.begins[some]
+        one_row = slice(number, number + 1)
+        reading.prompt = VLMPrompt({"input_ids": self.prompt.input_ids[one_row, :length]}, 1)
+        reading.offsets = self.alone.offsets[..., one_row]
+        reading.begins = self.alone.begins[one_row]
         reading.history = self.alone.history.rows(torch.tensor([number], device=reading.device))
         if (context := self.alone.context) is not None:
             parts = (context.hidden, context.embeddings)
-            hidden, embeddings = (part[some, :length] for part in parts)
-            mask, positions = context.image_mask[some, :length], context.positions
-            positions = None if positions is None else positions[:, some, :length]
-            reading.context = Context(hidden, embeddings, context.lengths[some], mask, positions)
+            hidden, embeddings = (part[one_row, :length] for part in parts)
+            mask, positions = context.image_mask[one_row, :length], context.positions
+            positions = None if positions is None else positions[:, one_row, :length]
+            reading.context = Context(hidden, embeddings, context.lengths[one_row], mask, positions)
         return reading

@@ -28,8 +28,8 @@ class Continuations:
 
     def __post_init__(self) -> None:
         size = len(self.tokenizer)
-        some = (*range(size // 2, size), *range(size // 2))[:TRIED]
-        texts = ((i, self.decode([i])) for i in some)
+        tried = (*range(size // 2, size), *range(size // 2))[:TRIED]
+        texts = ((i, self.decode([i])) for i in tried)
         dropping = (i for i, text in texts if self.decode([i] * 2) == f"{text} {text}")
         self._anchor = list(islice(dropping, 1))
 
