@@ -75,11 +75,11 @@ class SourceDrafter:
 
     def join(self) -> None:
         """Add a row at the end, which is then started; only for sources whose rows can join."""
-        self._late.join()
+        self._dflash_source.join()
 
     def leave(self, row: int) -> None:
         """Remove ``row``; the last row takes its place."""
-        self._late.leave(row)
+        self._dflash_source.leave(row)
 
     def weigh(self) -> None:
         """From now on, record the probability of each draft, also in greedy chains."""
@@ -87,10 +87,10 @@ class SourceDrafter:
 
     def absorb(self, feedback: Feedback) -> None:
         """Read the committed tokens of a round that was drafted by another drafter."""
-        self._late.absorb(feedback)
+        self._dflash_source.absorb(feedback)
 
     @property
-    def _late(self) -> DFlashSource:
+    def _dflash_source(self) -> DFlashSource:
         if not isinstance(self.source, DFlashSource):
             raise ValueError(
                 f"a drafter with a {type(self.source).__name__} cannot add or remove rows during "

@@ -51,7 +51,7 @@ class Recorder:
 
     def __init__(self, pipe: Any, args: Mapping[str, Any]) -> None:
         self.pipe = pipe
-        self.wanted = _wanted(pipe, args)
+        self.wanted = _picture_fields(pipe, args)
         options = pipe.options_of({name: args[name] for name in pipe.sampling_options})
         options |= {name: args[name] for name in pipe.call_options if name not in OWN}
         options = {name: value for name, value in options.items() if value is not None}
@@ -85,7 +85,7 @@ class Recorder:
         return records
 
 
-def _wanted(pipe: Any, args: Mapping[str, Any]) -> list[Record]:
+def _picture_fields(pipe: Any, args: Mapping[str, Any]) -> list[Record]:
     """The class or prompt of each picture of a call with the arguments ``args``."""
     fields: list[Record]
     if pipe.takes == "prompt":

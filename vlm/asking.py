@@ -56,7 +56,7 @@ class Questions:
         if not texts or not all(text.strip() for text in texts):
             raise ValueError("question must not be empty")
         single = isinstance(questions, str)
-        images = _apart(images)
+        images = _as_list(images)
         pictures = [images] if single else _per_question("images", "picture", images, len(texts))
         clips = [videos] if single else _per_question("videos", "video", videos, len(texts))
         return cls(
@@ -110,7 +110,7 @@ class Questions:
         return wording.read(processor, prompts, self.pictures, self.videos)
 
 
-def _apart(images: Any) -> Any:
+def _as_list(images: Any) -> Any:
     """Pictures of one array or tensor [N, ...] as a list of them."""
     stacked = isinstance(images, np.ndarray | Tensor) and images.ndim == 4
     return list(images) if stacked else images

@@ -82,7 +82,7 @@ class VQAPipeline(Pipeline):
         self.drawn = DrawnAnswers()
 
     @classmethod
-    def _found(cls, name: str | Path, source: Source) -> Path:
+    def _folder_of(cls, name: str | Path, source: Source) -> Path:
         return find(name, source=source, kind="questions")
 
     @classmethod

@@ -63,7 +63,7 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
     placed = template is None and places_pictures(processor)
     if not chat:
         _check_raw(text, counts, tokens)
-        return text.removeprefix(_plain(processor, "", counts)) if placed else text
+        return text.removeprefix(_marked(processor, "", counts)) if placed else text
     for token in filter(None, tokens.values()):
         if token in text:
             raise ValueError(
@@ -71,8 +71,8 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
                 f"it), got {text.count(token)}; leave it out or pass chat=False for a raw prompt"
             )
     if template is None:
-        return text if placed else _plain(processor, f"\n{text}\n", counts)
-    return _written(processor, Chat(_asked(text, counts)), counts)
+        return text if placed else _marked(processor, f"\n{text}\n", counts)
+    return _written(processor, Chat(_as_message(text, counts)), counts)
 
 
 def conversation(processor: Any, chat: Chat) -> str:
@@ -146,7 +146,7 @@ def read(
 def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
     """The output of ``processor`` for ``rows``."""
     prompts = [text for text, _, _ in rows]
-    arguments = _shown(processor, [images for _, images, _ in rows], [clips for *_, clips in rows])
+    arguments = _media(processor, [images for _, images, _ in rows], [clips for *_, clips in rows])
     bos = getattr(processor.tokenizer, "bos_token", None)
     if bos is not None and all(text.startswith(bos) for text in prompts):
         arguments["add_special_tokens"] = False
@@ -211,7 +211,7 @@ def _quiet(processor: Any) -> AbstractContextManager[None]:
     return unlogged(type(processor).__module__, "passing both `text` and `images`")
 
 
-def _shown(
+def _media(
     processor: Any, pictures: Sequence[Sequence[Image.Image]], videos: Sequence[Sequence[Video]]
 ) -> dict[str, Any]:
     """The processor's keyword arguments for pictures and videos."""
@@ -225,7 +225,7 @@ def _shown(
             )
         arguments["images"] = [list(shown) for shown in pictures]
     if any(videos):
-        if any(pictures) and _names(processor.image_processor) & _names(processor.video_processor):
+        if any(pictures) and _keys(processor.image_processor) & _keys(processor.video_processor):
             raise ValueError(
                 f"{type(processor).__name__} takes pictures or videos, got both, of which it would "
                 "drop the pictures; ask the questions apart, or give frames as pictures"
@@ -237,7 +237,7 @@ def _shown(
     return arguments
 
 
-def _names(part: Any) -> set[str]:
+def _keys(part: Any) -> set[str]:
     """The names of the inputs that a ``part`` of a processor makes."""
     return set(getattr(part, "model_input_names", ()))
 
@@ -272,17 +272,17 @@ def _takes_parts(processor: Any) -> bool:
         return cached[1]
     parts = False
     with suppress(TemplateError, *FAULTS):
-        parts = fits(_templated(processor, _asked("a", ONE)), ["a"], tokens_of(processor, ONE))
+        parts = fits(_templated(processor, _as_message("a", ONE)), ["a"], tokens_of(processor, ONE))
     _forms[processor] = template, parts
     return parts
 
 
-def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
+def _marked(processor: Any, text: str, counts: Mapping[str, int]) -> str:
     """``text`` preceded by its placeholders."""
     return "".join((placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
 
 
-def _asked(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+def _as_message(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
     """A question ``text`` about ``counts`` images and videos, as messages."""
     entries = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
     return [{"role": "user", "content": [*entries, as_text(text)]}]

@@ -119,7 +119,7 @@ def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -
             f"{', '.join(row) or 'nothing'}"
         )
     _check_keys(place, row, (*READ, *NOTES, *((talk,) if talk else OWN)))
-    listed = {kind: _listed(row, kind) for kind in KINDS}
+    listed = {kind: _listed_media(row, kind) for kind in KINDS}
     sources = {kind: [_source(v, folder) for v in listed[kind]] for kind in KINDS}
     content = _Said(sources, folder, unanswered)
     messages = [content.read(entry, place) for entry in _entries(row, talk)]
@@ -294,7 +294,7 @@ def _tools(value: Any) -> list[Any] | None:
     return list(tools) if tools else None
 
 
-def _listed(row: Mapping[str, Any], kind: str) -> list[Any]:
+def _listed_media(row: Mapping[str, Any], kind: str) -> list[Any]:
     """The pictures or videos that a row lists beside its messages."""
     values = [row[name] for name in (kind, f"{kind}s") if name in row]
     flat = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)

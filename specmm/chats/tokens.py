@@ -330,7 +330,7 @@ class ChatReader:
         return VLMPrompt(self._heads([begun], [text]), 1).rows()[0]
 
     def _heads(self, chats: Sequence[Chat], texts: Sequence[str]) -> dict[str, Any]:
-        prompts = [_shown(chat) for chat in chats]
+        prompts = [_opened_media(chat) for chat in chats]
         pictures, videos = [q.pictures[0] for q in prompts], [q.videos[0] for q in prompts]
         return wording.read(self.reader, texts, pictures, videos)
 
@@ -403,7 +403,7 @@ def _alike(one: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _shown(chat: Chat) -> Questions:
+def _opened_media(chat: Chat) -> Questions:
     """The pictures and videos of ``chat``, opened."""
     return Questions.of([list(chat.images)], ["?"], videos=[list(chat.videos)])
 

@@ -63,9 +63,9 @@ class Trace:
         at_least = torch.zeros(len(self.kept), shape.depth + 1)
         at_least.index_add_(1, shape.depths[0].cpu(), torch.stack(reached, 1))
         ends = at_least - F.pad(at_least[:, 1:], (0, 1))
-        return int(self.roots.sum()) / self._begun(ends)
+        return int(self.roots.sum()) / self._expected_rounds(ends)
 
-    def _begun(self, ends: Tensor) -> float:
+    def _expected_rounds(self, ends: Tensor) -> float:
         """The expected number of rounds in all answers, if a round from each root keeps d drafts
         with probability ``ends`` [R, D + 1].
         """
@@ -137,7 +137,7 @@ class Trace:
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file} must be a trace of version {VERSION}, as specmm doctor --trace writes it, "
-                f"got {_said(error)}"
+                f"got {_reason(error)}"
             ) from error
         return trace
 
@@ -154,7 +154,7 @@ class Trace:
             raise ValueError("chances that are not probabilities")
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError):
         return str(error)
     return "a file that is damaged" if isinstance(error, SafetensorError) else "one that is damaged"

@@ -111,7 +111,7 @@ def batch(
     """
     if status:
         return _status(place(out or jobs), as_json)
-    file, folder = place(jobs), place(_needed(out, "a folder for its results, give --out FOLDER"))
+    file, folder = place(jobs), place(_required(out, "a folder for its results, give --out FOLDER"))
     if verify:
         return _verify(file, folder, as_json)
     from specmm.extending.outside import of_others
@@ -123,7 +123,7 @@ def batch(
     from specmm.methods.making import parse_method
     from specmm.runs.run import Place, methods_of
 
-    model = _needed(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
+    model = _required(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
     with reached(file):
         items = read_items(file, seed)
     sampling = given(
@@ -175,7 +175,7 @@ def batch(
         raise typer.Exit(1)
 
 
-def _needed(value: T | None, what: str) -> T:
+def _required(value: T | None, what: str) -> T:
     if value is None:
         raise ValueError(f"batch needs {what}")
     return value

@@ -177,7 +177,7 @@ def plan(
     if trace is not None:
         refuse("traces, of which no model is run", model=model, prompt=prompt, **asking, **size)
         refuse("traces, of which no model is run", **written, drafter=drafter, cfg=cfg, tv=tv)
-        return _shown(plan_traced(trace, costs, batch, tree), as_json)
+        return _print_plan(plan_traced(trace, costs, batch, tree), as_json)
     refuse("--trace FILE", costs=costs, tree=tree)
     if model is None:
         raise ValueError("a plan needs a model, or --trace FILE of one, got neither")
@@ -194,10 +194,10 @@ def plan(
             refuse(f"texts and answers of {model}", cfg=cfg, batch=batch, tv=tv)
             request = asked_of(model, kind, prompt, question, image, size)
             planned = plan_language(model, request, place, drafter, **written)
-    _shown(planned, as_json)
+    _print_plan(planned, as_json)
 
 
-def _shown(planned: tuple[dict[str, Any], list[str]], as_json: bool) -> None:
+def _print_plan(planned: tuple[dict[str, Any], list[str]], as_json: bool) -> None:
     """Print a plan."""
     facts, lines = planned
     if as_json:

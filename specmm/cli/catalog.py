@@ -29,7 +29,7 @@ def methods_command(as_json: Json = False) -> None:
     from specmm.shape.trees import NAMED, TREES
     from specmm.verify.rule import RULES
 
-    families = {family: _described(kinds) for family, kinds in methods.Methods.families.items()}
+    families = {family: _descriptions(kinds) for family, kinds in methods.Methods.families.items()}
     names: dict[str, list[str]] = {
         "drafters of image tokens": [*DRAFTERS, *OTHERS],
         "drafters of answers and texts": [*filter(_drafts, methods.GENERATE), *OTHERS],
@@ -39,7 +39,7 @@ def methods_command(as_json: Json = False) -> None:
         | {"sequoia(12)": "the best of so many nodes for the drafter's measured acceptance"}
         | {name: f"a published list of {len(paths)} drafts" for name, paths in NAMED.items()},
         "rules": {
-            name: f"{'exact' if kind.rule.exact else 'relaxed, measured'}{_said(kind.rule)}: "
+            name: f"{'exact' if kind.rule.exact else 'relaxed, measured'}{_author(kind.rule)}: "
             + kind.what
             for name, kind in RULES.items()
         },
@@ -58,13 +58,13 @@ def methods_command(as_json: Json = False) -> None:
         typer.echo("\n".join([title, *(f"  {name:40} {line}" for name, line in lines.items())]))
 
 
-def _said(rule: object) -> str:
+def _author(rule: object) -> str:
     """A note that names the author of a third-party rule's claim; "" for our own rules."""
     maker = maker_of(rule)
     return f" by the word of {maker}" if maker else ""
 
 
-def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
+def _descriptions(kinds: Registry) -> dict[str, tuple[str, str]]:
     """For each method by name, its claim and its summary."""
     described = {}
     for name in kinds:
@@ -107,7 +107,7 @@ def zoo(
     if not cards:
         return typer.echo("no pocket models in this installation")
     if name is None:
-        return typer.echo(table([HEAD, *map(_short, cards)]) + "\n" + HINT)
+        return typer.echo(table([HEAD, *map(_table_row, cards)]) + "\n" + HINT)
     typer.echo(_model_lines(cards[0]))
     if named := cards[0]["classes"]:
         lines = textwrap.wrap(", ".join(named), WIDTH, break_on_hyphens=False)
@@ -122,7 +122,7 @@ def _card(name: str) -> dict[str, Any]:
     return {"name": name, "bytes": size, **card(name), "classes": classes(folder)}
 
 
-def _short(model: Mapping[str, Any]) -> list[str]:
+def _table_row(model: Mapping[str, Any]) -> list[str]:
     """A row of the table of models."""
     texts = [str(model.get(key, "")) for key in ("licence", "description")]
     cut = [textwrap.shorten(t, w, placeholder=" …") for t, w in zip(texts, SHORT, strict=True)]

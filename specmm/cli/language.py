@@ -201,7 +201,7 @@ def ask(
         record["pictures"] = _save_pictures(out.pictures[0], draw, settings.drawn)
     if settings.as_json:
         return emit(record)
-    _show(record, out, _said(out, label(chosen)))
+    _show(record, out, _method_text(out, label(chosen)))
     if out.ruling is not None:
         _show_ruling(out.ruling)
 
@@ -256,7 +256,7 @@ def complete(
     if settings.as_json:
         emit(record)
     else:
-        _show(record, out, _said(out, label(chosen)))
+        _show(record, out, _method_text(out, label(chosen)))
         _show_drafting(out)
     if plot is not None:  # last: if it fails, the text has been printed
         plot_drafting(out.stats, out.trace, plot)
@@ -291,7 +291,7 @@ def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str
     return [str(file) for file in files]
 
 
-def _said(out: Any, name: str) -> str:
+def _method_text(out: Any, name: str) -> str:
     """The method that ran; for method auto also the reason for its choice."""
     return str(out.method) if str(out.method).startswith("auto:") else name
 

@@ -54,7 +54,7 @@ def train(
     from specmm.recipes.recipe import load, recipes
 
     if not words:
-        return typer.echo(table([("recipe", "what it trains"), *map(_listed, recipes().values())]))
+        return typer.echo(table([("recipe", "what it trains"), *map(_summary, recipes().values())]))
     name, *rest = words
     if show:
         return typer.echo(recipes().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
@@ -72,7 +72,7 @@ def train(
     say(f"trained {subject}, {metrics['steps']} steps: {', '.join(metrics['outputs'])}")
 
 
-def _listed(file: Path) -> tuple[str, str]:
+def _summary(file: Path) -> tuple[str, str]:
     """A recipe's name, and the first comment of its config file."""
     return file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 

@@ -201,7 +201,7 @@ def sample_generators(
     """
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
-    name, value, read = ("generator", generator, _spent) if seed is None else ("seed", seed, _whole)
+    name, value, read = ("generator", generator, _spent) if seed is None else ("seed", seed, _valid)
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if len(value) != count:
             raise ValueError(
@@ -214,7 +214,7 @@ def sample_generators(
     return [torch.Generator(device).manual_seed(number % 2**64) for number in seeds]
 
 
-def _whole(seed: object) -> int:
+def _valid(seed: object) -> int:
     if not isinstance(seed, Integral) or isinstance(seed, bool):
         raise ValueError(f"seed must be a whole number or a list of them, got {shown(seed)}")
     if not -(2**63) <= int(seed) < 2**64:

@@ -43,10 +43,10 @@ def _slots(owner: object, name: str, seen: set[int]) -> Iterator[Slot]:
     fixed = getattr(kind, "fixed", ())
     for key in getattr(kind, "state", ()):
         value = vars(owner).get(key)
-        yield from _found(vars(owner), key, value, f"{name}.{key}", seen, key in fixed)
+        yield from _slots_in(vars(owner), key, value, f"{name}.{key}", seen, key in fixed)
 
 
-def _found(
+def _slots_in(
     holder: Any, key: Any, held: object, name: str, seen: set[int], fixed: bool
 ) -> Iterator[Slot]:
     """The slots of all tensors in ``held``, which lies at ``holder[key]``; ``fixed`` says whether
@@ -56,7 +56,7 @@ def _found(
         yield Slot(name, holder, key, held, fixed)
     elif isinstance(held, list | dict):
         for k in range(len(held)) if isinstance(held, list) else held:
-            yield from _found(held, k, held[k], f"{name}[{k!r}]", seen, fixed)
+            yield from _slots_in(held, k, held[k], f"{name}[{k!r}]", seen, fixed)
     elif held is not None:
         yield from _slots(held, name, seen)
 

@@ -66,14 +66,14 @@ def _turns(chat: Chat) -> list[int]:
 
 def _learnable(reader: ChatReader, chat: Chat, texts: Sequence[str]) -> Chat:
     """``chat`` with ``texts`` as its answers, or unchanged if nothing can be learnt from them."""
-    learnable = _said(chat, texts)
+    learnable = _answered(chat, texts)
     try:
         return replace(learnable, length=reader.check(learnable))
     except ValueError:
         return chat
 
 
-def _said(chat: Chat, texts: Sequence[str]) -> Chat:
+def _answered(chat: Chat, texts: Sequence[str]) -> Chat:
     """``chat`` with its first answers replaced by ``texts``."""
     messages = list(chat.messages)
     for i, text in zip(_turns(chat), texts, strict=False):
@@ -88,7 +88,7 @@ def _answers(
     texts: dict[str, list[str]] = {key: [] for key in chats}
     for turn in range(max(len(_turns(chat)) for chat in chats.values())):
         keys = [key for key, chat in chats.items() if turn < len(_turns(chat))]
-        prompts = [_said(chats[key], texts[key]) for key in keys]
+        prompts = [_answered(chats[key], texts[key]) for key in keys]
         answers = reader.answers(
             pipe,
             prompts,

@@ -182,13 +182,13 @@ def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int]
 
 def _looked_through(rows: Iterator[Any], unanswered: bool) -> Iterator[Chat | Unusable]:
     """Every row's chat, after its pictures and videos were checked, or the error."""
-    look = partial(_looked, unanswered=unanswered)
+    look = partial(_opened_chat, unanswered=unanswered)
     with ThreadPoolExecutor() as pool:
         while part := list(islice(rows, TOGETHER)):
             yield from pool.map(look, part)
 
 
-def _looked(row: tuple[Any, Path, str], unanswered: bool) -> Chat | Unusable:
+def _opened_chat(row: tuple[Any, Path, str], unanswered: bool) -> Chat | Unusable:
     """The chat of a ``row`` with its pictures opened, or the error that makes it unusable."""
     content, folder, place = row
     try:

@@ -138,7 +138,7 @@ def examined(
     Raises ``ValueError`` for drafters that do not read the target's states.
     """
     folder = find_target(model)
-    drafter_folder = find(drafter) if drafter else _beside(folder)
+    drafter_folder = find(drafter) if drafter else _drafter_beside(folder)
     kind = "mtp" if drafter_folder == folder and _own_layers(folder) else method_of(drafter_folder)
     if kind not in METHODS:
         raise ValueError(
@@ -154,7 +154,7 @@ def examined(
     return Examined(drafter_folder, kind, target, network, asked_ways)
 
 
-def _beside(folder: Path) -> Path:
+def _drafter_beside(folder: Path) -> Path:
     """The drafter that lies beside the model in ``folder``."""
     paths = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
     folders = [path for path in paths if (path / "config.json").is_file()]

@@ -324,18 +324,18 @@ class Followed:
     def sampled(self) -> float:
         """Tokens a round at temperature 1, if all tokens are equally likely to be roots."""
         products = self.seen.chains(self.overlap).cumprod(1)
-        return 1 + float((products.sum(0) / self._there.sum(0).clamp(min=1)).sum())
+        return 1 + float((products.sum(0) / self._in_answer.sum(0).clamp(min=1)).sum())
 
     @property
     def by_depth(self) -> list[float]:
         """How often a draft at each depth is accepted, given that all earlier drafts are."""
         accepted = self.seen.chains(self.token.float()).cumprod(1)
-        tried = F.pad(accepted[:, :-1], (1, 0), value=1.0) * self._there
+        tried = F.pad(accepted[:, :-1], (1, 0), value=1.0) * self._in_answer
         shares: list[float] = (accepted.sum(0) / tried.sum(0).clamp(min=1)).tolist()
         return shares
 
     @property
-    def _there(self) -> Tensor:
+    def _in_answer(self) -> Tensor:
         """1 [R, D] where a chain's draft belongs to its answer, 0 beyond."""
         return self.seen.chains(torch.ones_like(self.overlap))
 

@@ -219,7 +219,7 @@ class _Loop:
         log = _Log(run, first, self.first)
         saved = time.monotonic()
         for i in log.bar:
-            losses, stop = self._one(i, received)
+            losses, stop = self._run_step(i, received)
             values: dict[str, float] = {}
             if i % RECORDED == 0 or i + 1 == run.steps:
                 values = {name: float(value) for name, value in losses.items()}
@@ -237,7 +237,7 @@ class _Loop:
             self.model.load_state_dict(self.best[1])
         log.end()
 
-    def _one(self, i: int, received: list[signal.Signals]) -> tuple[Losses, bool]:
+    def _run_step(self, i: int, received: list[signal.Signals]) -> tuple[Losses, bool]:
         """Run step ``i``: its losses, and whether any process received a stop signal."""
         run = self.run
         factor = warmup_cosine(i, run.steps, run.warmup)

@@ -113,7 +113,7 @@ class Recipe:
             if kind == Open:
                 settings[name] = partial(named(self.open), str(value))
             elif kind == Places:
-                places = [str(place) for place in _listed(value) if str(place)]
+                places = [str(place) for place in _as_list(value) if str(place)]
                 settings[name] = Places(places, named(self.open))
             else:
                 settings[name] = _fitting(name, value, kind)
@@ -204,7 +204,7 @@ def _fields(hint: Any) -> dict[str, Any]:
     return _hints(hint) if is_dataclass(hint) and hint is not Places else {}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
@@ -215,7 +215,7 @@ def _fitting(name: str, value: Any, kind: Any) -> Any:
             return None
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is list:
-        return [_fitting(name, item, typing.get_args(kind)[0]) for item in _listed(value)]
+        return [_fitting(name, item, typing.get_args(kind)[0]) for item in _as_list(value)]
     kind, *bounds = typing.get_args(kind) or (kind,)
     parsed = _read(value, kind)
     if not isinstance(parsed, kind) or (kind is int and isinstance(parsed, bool)):

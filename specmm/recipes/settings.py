@@ -121,12 +121,12 @@ def facts_of(recipe: Recipe) -> dict[str, str]:
     for name, value in recipe.settings.items():
         if name not in APART:
             several = value.places if isinstance(value, Places) else value
-            values = [_whole(x) for x in several] if isinstance(several, list) else _whole(several)
+            values = [_full(x) for x in several] if isinstance(several, list) else _full(several)
             facts[name] = _short(str(values))
     return facts
 
 
-def _whole(value: Any) -> Any:
+def _full(value: Any) -> Any:
     """``value``, or the absolute path if it is a path."""
     named = isinstance(value, str | Path) and str(value) and Path(value).exists()
     return str(Path(value).absolute()) if named else value

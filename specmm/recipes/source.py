@@ -73,12 +73,12 @@ class Data:
         if self.too_long not in TOO_LONG:
             raise unknown("too_long", self.too_long, TOO_LONG)
         words = load_processor(folder) if sees(folder) else load_tokenizer(weights_folder(folder))
-        config, ends = _known(folder)
+        config, ends = _config_and_ends(folder)
         room, cut = room_of(config.get_text_config()), self.too_long == "cut"
         return ChatReader(words, ends, room, self.max_length, cut, self.thinking)
 
 
-def _known(folder: Path) -> tuple[Any, list[int]]:
+def _config_and_ends(folder: Path) -> tuple[Any, list[int]]:
     """The config of the language model in ``folder``, and its end tokens."""
     if is_composed(folder):
         folder = find_target(read_json(folder / "config.json")["language_model"])
@@ -156,7 +156,7 @@ class Source(Data):
                 rows = rows.after(drawn_rows(target, beginnings, length, (0.0, 1.0), out, seed))
         prompt = VLMPrompt(padded(held_out[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
         key = key_of(row.numpy().tobytes() for row in rows)
-        return Lessons(rows, key, read_rows, rows.said, prompt, _known(begun.folder)[1])
+        return Lessons(rows, key, read_rows, rows.said, prompt, _config_and_ends(begun.folder)[1])
 
 
 def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lessons:

@@ -73,7 +73,7 @@ class TextPipeline(Pipeline):
         self.works = Works("text")
 
     @classmethod
-    def _found(cls, name: str | Path, source: Source) -> Path:
+    def _folder_of(cls, name: str | Path, source: Source) -> Path:
         return find_target(name, source=source)
 
     @classmethod

@@ -96,7 +96,7 @@ def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate
     certificate = claim(rule, excess, counts.trees)
     if isinstance(drafter, OutsideDrafter) and drafter.recorded:
         shapes = " and chose its shapes without looking at its drafts" if drafter.varied else ""
-        return _with(certificate, f"provided that {drafter} drew from what it recorded{shapes}")
+        return _noted(certificate, f"provided that {drafter} drew from what it recorded{shapes}")
     return certificate
 
 
@@ -110,10 +110,10 @@ def claim(rule: Rule, excess: float | None, trees: GivenTrees) -> Certificate:
     if rule.exact:
         return _of_others(rule, maker or "its caller", trees)
     result = rule_certificate(rule.name, False, excess)
-    return _with(result, f"rule and measure are by {maker}, not specmm") if maker else result
+    return _noted(result, f"rule and measure are by {maker}, not specmm") if maker else result
 
 
-def _with(certificate: Certificate, more: str) -> Certificate:
+def _noted(certificate: Certificate, more: str) -> Certificate:
     return replace(certificate, reason=f"{certificate.reason}; {more}")
 
 
@@ -122,7 +122,7 @@ def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
     said = f"the {rule.name} rule calls itself exact, by {maker}"
     try:
         parts = list(_parts(rule, trees))
-        distances = [off for part in parts for off in _off(rule, part)]
+        distances = [off for part in parts for off in _distances(rule, part)]
     except Exception as error:  # whatever a rule of others raises, its claim is not shown
         reason = f"{said}; it could not be enumerated ({type(error).__name__}: {error})"
         return Certificate("heuristic", reason)
@@ -148,7 +148,7 @@ class _Part(NamedTuple):
     scheme: Scheme  # how siblings are drawn
 
 
-def _off(rule: Any, part: _Part) -> Iterator[float]:
+def _distances(rule: Any, part: _Part) -> Iterator[float]:
     """The total variation between ``rule``'s output on ``part`` and each of several targets."""
     shape = TreeShape.from_parents(part.parents)
     length, size = shape.depth + 1, _vocabulary(part.parents)

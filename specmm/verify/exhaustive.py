@@ -100,7 +100,7 @@ def emitted_probs(
     tree = drawn.tree
     prefix = drawn.prefix
     vocab = target[0].shape[-1]
-    full_tree, p = _led(tree, node_probs(drawn, target), lead)
+    full_tree, p = _with_lead(tree, node_probs(drawn, target), lead)
     decisions = rule.decisions(full_tree, p)
     ends = endings(full_tree.shape, decisions)[:, lead:] * drawn.chance[:, None]  # [R, N]
     next_probs = decisions.next_probs[:, lead:]
@@ -116,7 +116,7 @@ def emitted_probs(
     return carried
 
 
-def _led(tree: DraftTree, p: Tensor, lead: int) -> tuple[DraftTree, Tensor]:
+def _with_lead(tree: DraftTree, p: Tensor, lead: int) -> tuple[DraftTree, Tensor]:
     """``tree`` and the target's ``p`` [R, N, V] with ``lead`` drafts of token 0 before them."""
     sure = one_hot(tree.tokens.new_zeros(len(p), lead + 1), p)
     parents = [*range(-1, lead), *(lead + node for node in tree.shape.parents[0].tolist()[1:])]

@@ -103,10 +103,10 @@ def _look(name: str, wanted: Wanted, source: Source) -> Found:
     files: list[Any] = []
     try:
         if wanted.files:
-            files = _listed(wanted, wanted.files, source)
+            files = _hub_files(wanted, wanted.files, source)
         else:
-            kinds = (_listed(wanted, (pattern,), source) for pattern in WEIGHTS)
-            files = [*_listed(wanted, SMALL, source), *next(filter(None, kinds), [])]
+            kinds = (_hub_files(wanted, (pattern,), source) for pattern in WEIGHTS)
+            files = [*_hub_files(wanted, SMALL, source), *next(filter(None, kinds), [])]
     except answers as error:
         raise _explained(name, wanted, source, error) from error
     except Exception as error:  # the network's errors differ by client and place
@@ -121,7 +121,7 @@ def _look(name: str, wanted: Wanted, source: Source) -> Found:
     return Found(wanted, tuple(files))
 
 
-def _listed(wanted: Wanted, patterns: Sequence[str], source: Source) -> list[Any]:
+def _hub_files(wanted: Wanted, patterns: Sequence[str], source: Source) -> list[Any]:
     """The hub's files that match ``patterns``, with their sizes; fetches nothing."""
     ignored = None if wanted.files else list(UNUSED)
     return list(_snapshot(wanted, source, patterns, ignore_patterns=ignored, dry_run=True))
@@ -244,7 +244,7 @@ def _explained(
             "specmm zoo --published), and cannot be a hub's id; check the name"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return _nowhere(name, repository)
+        return _not_found(name, repository)
     if isinstance(error, errors.RevisionNotFoundError):
         revision = source.revision or wanted.revision
         return ValueError(f"revision must be one of {repository}'s, got {revision!r}; check it")
@@ -269,7 +269,7 @@ def _offline(error: BaseException) -> bool:
     return isinstance(error, OfflineModeIsEnabled)
 
 
-def _nowhere(name: str, repository: str) -> ValueError:
+def _not_found(name: str, repository: str) -> ValueError:
     """The error for a ``repository`` that the hub lacks."""
     from specmm.zoo.published import published_models
 

@@ -69,13 +69,13 @@ class SourceReader:
 
     def both(self, source: str, reference: str) -> tuple[FeatureSet, FeatureSet]:
         """Features of both sources, after checking that both can be read."""
-        return self._both(self.features, source, reference)
+        return self._read_both(self.features, source, reference)
 
     def both_statistics(self, source: str, reference: str) -> tuple[Gaussian, Gaussian]:
         """As ``both``, with statistics instead of features."""
-        return self._both(self.gaussian, source, reference)
+        return self._read_both(self.gaussian, source, reference)
 
-    def _both(self, read: Callable[[str], T], source: str, reference: str) -> tuple[T, T]:
+    def _read_both(self, read: Callable[[str], T], source: str, reference: str) -> tuple[T, T]:
         of_reference = read(reference) if is_file_of_numbers(reference) else None
         for side in (source, reference):
             if not is_file_of_numbers(side):

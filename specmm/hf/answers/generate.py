@@ -151,7 +151,7 @@ def custom_generate(
             claim = claim.under(settings | target.noise)
             generating.last = GenerateRun(str(chosen), end.stats, claim)
             cache.keep(target, end)
-            return _joined(input_ids, end, criteria.width, generation_config, cache)
+            return _padded_output(input_ids, end, criteria.width, generation_config, cache)
 
     def choice(
         target_with: Callable[[Processor], VLMTarget], prompt: VLMPrompt, sampled: bool
@@ -328,7 +328,7 @@ def _check(
         )
 
 
-def _joined(
+def _padded_output(
     input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig, cache: GivenCache
 ) -> Any:
     """Prompts and answers [B, L + T], padded as generate does; T defaults to the longest answer."""

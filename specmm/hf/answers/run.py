@@ -234,7 +234,7 @@ class Run:
             counts = [len(ids) for ids in rows]
             if counts == counted:
                 continue  # the last progress, which only adds the counts of the run
-            gained = _gained(progress) if apart else [(0, 0)] * len(rows)
+            gained = _gains_by_row(progress) if apart else [(0, 0)] * len(rows)
             round_texts = []
             for row, ids in enumerate(rows):
                 pieces = self._pieces(ids, ended[row], texts[row], *gained[row])
@@ -284,7 +284,7 @@ def finish_reason(
     return "stop" if stopped else "length"
 
 
-def _gained(progress: Progress) -> list[tuple[int, int]]:
+def _gains_by_row(progress: Progress) -> list[tuple[int, int]]:
     """By row, tokens of the last round and accepted drafts among them."""
     assert progress.gained is not None
     taken, accepted = (part.tolist() for part in progress.gained)

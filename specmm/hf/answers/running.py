@@ -134,7 +134,7 @@ class Pipeline:
         resolved = methods.make(cls.registry, method or cls.default_method(drafter))
         requested = Place.named(device, dtype, torch_dtype, device_map)
         base, adapter = base_of(name)
-        folder = cls._found(base, Source(None, revision, cache_dir, download))
+        folder = cls._folder_of(base, Source(None, revision, cache_dir, download))
         placing = Placing.of(folder, requested, device_map, quantization_config, variant)
         model, reader = cls.placed(folder, placing)
         prepack(use_tree_attention(model))
@@ -145,7 +145,7 @@ class Pipeline:
         return cls(model, reader, resolved, drafter, folder, str(name))
 
     @classmethod
-    def _found(cls, name: str | Path, source: Source) -> Path:
+    def _folder_of(cls, name: str | Path, source: Source) -> Path:
         """The folder of the model ``name``, perhaps fetched as the ``source`` says."""
         raise NotImplementedError
 

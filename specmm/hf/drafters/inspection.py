@@ -131,7 +131,7 @@ class _Reader:
             folder=str(self.folder.path),
             format=kind.title,
             methods=known,
-            wanted=self._wanted() if kind.own else self._alone(),
+            wanted=self._config_target() if kind.own else self._own_target(),
             sizes=self._sizes(),
             use=self._use(kind, known, command, bool(drafters)),
             notes=tuple(self.notes),
@@ -156,7 +156,7 @@ class _Reader:
             uses["answers"] = tuple(methods.VQA)
         return uses
 
-    def _wanted(self) -> Wanted:
+    def _config_target(self) -> Wanted:
         """The target that the drafter's config names."""
         facts = self.folder.facts
         verifier = (facts.get("speculators_config") or {}).get("verifier") or {}
@@ -181,7 +181,7 @@ class _Reader:
         path = self.folder.path
         return any((path / name).is_file() for name in (TOKENIZER, zoo.PIPELINE, zoo.PACKAGE))
 
-    def _alone(self) -> Wanted:
+    def _own_target(self) -> Wanted:
         """A complete model's target: any, if the model has a tokenizer, else its vocabulary."""
         return Wanted() if self.speaks else Wanted(vocabulary=self._size("vocabulary"))
 

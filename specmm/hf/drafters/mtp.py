@@ -80,7 +80,7 @@ class MtpDrafter:
         self.growth.begin(self.cache)
         self.shift = shift_of(self.target)
         states = self._read_prompt(self.target, feedback.token, self.cache)
-        self.growth.last = _at(states, self.cache.lengths - 1)
+        self.growth.last = _at_slots(states, self.cache.lengths - 1)
 
     def start_row(self, row: int) -> None:
         """Read the new prompt but for its last slot: the next round reads that with a token."""
@@ -91,7 +91,7 @@ class MtpDrafter:
         states = self._read_prompt(row_target, ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
-        self.growth.last[row] = _at(states, (slots.lengths - 1).clamp(min=0))[0]
+        self.growth.last[row] = _at_slots(states, (slots.lengths - 1).clamp(min=0))[0]
         self.shift = with_row(self.shift, row, shift_of(row_target))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
@@ -152,7 +152,7 @@ class MtpDrafter:
         return torch.where(pictures[..., None], context.embeddings.roll(-1, 1), embeddings)
 
 
-def _at(states: Tensor, slots: Tensor) -> Tensor:
+def _at_slots(states: Tensor, slots: Tensor) -> Tensor:
     """``states`` [B, L, K, C] at ``slots`` [B]: [B, K, C]."""
     return states[torch.arange(len(states), device=slots.device), slots]
 

@@ -202,7 +202,7 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
         ) from error
     layer_state = {name: x for name, x in model.state_dict().items() if name.startswith("layers.")}
     check_weights(layer_state, folder)
-    return _ready(model, target)
+    return _prepared(model, target)
 
 
 def named_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -248,10 +248,10 @@ def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
     state = read_checkpoint(folder)
     shared = {k: x for k, x in model.state_dict().items() if k not in own_weights(model)}
     load_strict(model, {**shared, **state}, source=folder)
-    return _ready(model, target)
+    return _prepared(model, target)
 
 
-def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
+def _prepared(model: Any, target: PreTrainedModel) -> MtpLayers:
     """The loaded ``model`` as it drafts for ``target``."""
     for part in own_parts(model):
         part.to(target.device).eval().requires_grad_(False)

@@ -119,11 +119,11 @@ def _of_text(model: PreTrainedModel, target: Probing) -> Answer:
     tokens = plain_tokens(model.config, PROMPTS[0] + nodes)
     drafts = tokens[PROMPTS[0] :].expand(len(PROMPTS), -1)
     otherwise = _prepares_otherwise(model)
-    compute_plain = _own_steps if chains or otherwise else _own
+    compute_plain = _own_steps if chains or otherwise else _by_model
     try:
         expected = compute_plain(model, tokens, _paths(trees))
     except Exception as error:
-        return f"its own forward cannot read text alone ({_told(error)})"
+        return f"its own forward cannot read text alone ({_brief(error)})"
     rows = padded([tokens[:count].tolist() for count in PROMPTS], model.device)
     prompt = VLMPrompt(rows, 1 + sum(committed for _, committed in trees))
 
@@ -142,7 +142,7 @@ def _of_prompt(model: PreTrainedModel, prompt: VLMPrompt, target: Probing) -> An
     try:
         tokens, expected = _generated(model, prompt)  # [B, T], [B, T, V]
     except Exception as error:  # says nothing of other prompts
-        raise ValueError(f"the model itself cannot read this prompt: {_told(error)}") from error
+        raise ValueError(f"the model itself cannot read this prompt: {_brief(error)}") from error
     if bool(expected.isnan().any()):
         raise ValueError("the model's own logits after this prompt must be finite, got NaN")
     sibling = (tokens[:, :1] + 1) % expected.shape[-1]  # a sibling that is not chosen
@@ -171,10 +171,10 @@ def _noise(model: PreTrainedModel) -> float:
     def find() -> float:
         tokens = plain_tokens(model.config, PROMPTS[0] + len(TREE[0][0]))
         try:
-            log_probs = (steps(model, tokens, _paths(TREE)) for steps in (_own, _own_steps))
+            log_probs = (steps(model, tokens, _paths(TREE)) for steps in (_by_model, _own_steps))
             return _distance(*log_probs)
         except Exception as error:  # the model reads no text alone
-            _told(error)
+            _brief(error)
             return 0.0
 
     return fact(model, "noise", find)
@@ -195,7 +195,7 @@ def _agreeing(family: Family, compute: Callable[[Way], Tensor], expected: Tensor
         try:
             off = _distance(compute(way), expected)
         except Exception as error:
-            fault = f"its forward fails with a cache that holds draft trees ({_told(error)})"
+            fault = f"its forward fails with a cache that holds draft trees ({_brief(error)})"
             faults.append((float("inf"), fault, way))
             continue
         if off <= close:
@@ -252,7 +252,7 @@ def _distance(computed: Tensor, expected: Tensor) -> float:
     return float((computed.clamp(min=LEAST) - expected).abs().amax() / spread)
 
 
-def _told(error: Exception) -> str:
+def _brief(error: Exception) -> str:
     """``error`` in one line; out-of-memory errors, which do not concern the model, are raised."""
     if isinstance(error, torch.OutOfMemoryError):
         raise error
@@ -271,7 +271,7 @@ def _paths(trees: Trees) -> list[tuple[int, ...]]:
     return paths
 
 
-def _own(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
+def _by_model(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
     """Log-probabilities [B, N, V] after each prompt and path, by the model's own forward."""
     width = PROMPTS[0] + max(map(len, paths))
     drafts = tokens[PROMPTS[0] :]
@@ -283,7 +283,7 @@ def _own(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]
 
 
 def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
-    """As :func:`_own`, but token by token as in generate: some mixers then compute differently."""
+    """As :func:`_by_model`, but token by token as in generate: some mixers differ then."""
     own_logits(model, tokens[None, :1])  # caches other facts of the same forward
     longest = [path for path in paths if not any(_begins(path, other) for other in paths)]
     row_of = [next(i for i, x in enumerate(longest) if x[: len(p)] == p) for p in paths]

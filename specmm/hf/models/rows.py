@@ -74,7 +74,7 @@ class RowProcessors:
         probs = torch.empty_like(logits, dtype=kind)
         for processor, rows in groups:
             index = torch.tensor(rows, device=logits.device)
-            part = None if tree is None else _part(tree, index)
+            part = None if tree is None else _tree_rows(tree, index)
             try:
                 probs[index] = processor.probs(logits[index], history.rows(index), part)
             except Exception as error:
@@ -90,7 +90,7 @@ def _alike(one: ProbsProcessor, other: ProbsProcessor) -> bool:
     return one is other or (isinstance(one, Processor) and one == other)
 
 
-def _part(tree: DraftTree, rows: Tensor) -> DraftTree:
+def _tree_rows(tree: DraftTree, rows: Tensor) -> DraftTree:
     """The ``rows`` [n] of a ``tree``."""
     shape = tree.shape
     if not shape.shared:
@@ -298,7 +298,7 @@ class RowsTarget(VLMTarget):
         if first:
             self.context = new if self.wants_context else None
         elif self.context is not None:
-            self.context = _joined(self.context, new)
+            self.context = _joined_contexts(self.context, new)
 
 
 Hear: TypeAlias = Callable[[Tensor, Sequence[int]], None]
@@ -311,7 +311,7 @@ class Piece(NamedTuple):
     ids: Tensor
 
 
-def _joined(before: Context, after: Context) -> Context:
+def _joined_contexts(before: Context, after: Context) -> Context:
     """The contexts of two consecutive parts of a one-row text as one."""
     return Context(
         torch.cat([before.hidden, after.hidden], 1),

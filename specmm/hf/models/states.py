@@ -136,7 +136,7 @@ class States:
 
     def _hook(self, mixer: Mixer, past: TransformersCache) -> list[Any]:
         """Hooks that give ``mixer`` a chain in its way in forwards with the cache ``past``."""
-        ways = {"chunk": (self._joined, self._new_only), "steps": (self._first_steps, self._last)}
+        ways = {"chunk": (self._joined, self._new_only), "steps": (self._first_steps, self._output)}
         if mixer.way not in ways:
             return []
         before, after = ways[mixer.way]
@@ -213,7 +213,7 @@ class States:
         self.stages[mixer.module] = states
         return call.part(call.width - 1, call.width)
 
-    def _last(self, mixer: Mixer, output: Any) -> Any:
+    def _output(self, mixer: Mixer, output: Any) -> Any:
         """The outputs of all tokens as one."""
         self.stages[mixer.module].append(
             [state.clone() for state in read(self.layers, mixer.slots)]

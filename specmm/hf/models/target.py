@@ -218,7 +218,7 @@ class VLMTarget:
             self.way = way_of(self.model, prompt, self._probing)
         self.make_room(prompt, scratch)
         self.cache.aim(0, prompt.width)
-        inputs = self._given(prompt)
+        inputs = self._body_inputs(prompt)
         inputs[self.family.cache_name] = self.past
         finding = nullcontext() if self.recurrent is None else self.recurrent.prefill()
         with self._watch_embeddings(prompt), self._runs(), finding:
@@ -286,7 +286,7 @@ class VLMTarget:
         layers = [layer for layer in past.layers if isinstance(layer, StateLayer)]
         return past, States(self.family.decoder, layers, batch * self.branches, self.branches)
 
-    def _given(self, prompt: VLMPrompt) -> dict[str, Any]:
+    def _body_inputs(self, prompt: VLMPrompt) -> dict[str, Any]:
         """The arguments of the model's body for ``prompt``; sets the offsets of later positions."""
         if self.branches > 1:
             return self._both_branches(prompt)

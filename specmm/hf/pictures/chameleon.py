@@ -104,7 +104,7 @@ def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> l
     return [words[START], *token_ids, *turn, *begin]
 
 
-def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[int]:
+def _unconditional(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[int]:
     """The unconditional prompt: Chameleon's start-of-text token, then a picture's first tokens."""
     words = model.config.vocabulary_map
     begin = list(ids).index(words[BEGIN])
@@ -197,7 +197,7 @@ CHAMELEON = PictureModel(
     architecture="ChameleonForConditionalGeneration",
     layout=_layout,
     ids=_ids,
-    away=_away,
+    away=_unconditional,
     decode=_decode,
     codebook=_codebook,
     check=_check,

@@ -86,14 +86,14 @@ def _reached(objects: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
     pending = list(objects)
     for obj in pending:
         if id(obj) not in reached and type(obj) not in PLAIN:
-            reached[id(obj)] = obj, _held(obj, shared)
+            reached[id(obj)] = obj, _references(obj, shared)
             pending += reached[id(obj)][1]
         if len(reached) == MOST:
             break
     return list(reached.values())
 
 
-def _held(obj: Any, shared: bool) -> list[Any]:
+def _references(obj: Any, shared: bool) -> list[Any]:
     """The objects that ``obj`` refers to and a copy would need; see :func:`_reached`."""
     if isinstance(obj, (*KEPT, CACHE, Tensor)) or _of_a_library(obj):
         return []
@@ -104,7 +104,7 @@ def _held(obj: Any, shared: bool) -> list[Any]:
         getattr(obj, "__dict__", None)  # made now, and not by the first who asks
         return gc.get_referents(obj)
     names = obj.__globals__
-    named = [names[name] for name in _names(obj.__code__) if name in names] if shared else []
+    named = [names[name] for name in _global_names(obj.__code__) if name in names] if shared else []
     return [*(obj.__closure__ or ()), obj.__defaults__, obj.__kwdefaults__, *named]
 
 
@@ -114,8 +114,8 @@ def _of_a_library(obj: Any) -> bool:
 
 
 @functools.lru_cache(1000)
-def _names(code: CodeType) -> set[str]:
+def _global_names(code: CodeType) -> set[str]:
     """The globals that ``code`` and functions defined in it read or set."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     global_names = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
-    return global_names.union(*map(_names, inner))
+    return global_names.union(*map(_global_names, inner))

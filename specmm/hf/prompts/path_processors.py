@@ -125,7 +125,7 @@ class PathProcessor:
                 ids = torch.stack([self._sequence(*x) for x in zip(places, texts, strict=True)])
                 picked = torch.stack([logits[place] for place in places])
                 row = batch[0][0]
-                processed = self._asked(ids, picked, tuple(texts[row]), told[row])
+                processed = self._scores(ids, picked, tuple(texts[row]), told[row])
                 for row, node in batch:
                     for place in alike[row, *nodes[row][node][1]]:
                         scores[place] = processed[row]
@@ -134,7 +134,7 @@ class PathProcessor:
             self._check(state_of(self.processors) == self._state)
         return scores
 
-    def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], heard: Heard) -> Any:
+    def _scores(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], heard: Heard) -> Any:
         """Scores [B, V] after the sequences ``ids``, by processors that saw all earlier tokens."""
         if not self.remembering:
             return self.processors(ids, logits.clone())
@@ -317,11 +317,11 @@ class Criteria:
         rows = 1 if self.own else len(self.input_ids)
         for count in range(before + 1, after + 1):
             batch = ids[None, : width + count].expand(rows, -1)
-            if self._done(row, batch)[row if rows > 1 else 0]:
+            if self._stopped(row, batch)[row if rows > 1 else 0]:
                 return count
         return None
 
-    def _done(self, row: int, batch: Tensor) -> list[bool]:
+    def _stopped(self, row: int, batch: Tensor) -> list[bool]:
         """Whether one of ``row``'s criteria ends each sequence of a ``batch`` [B, L + T]."""
         done = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
         for criterion in self.criteria[row]:

@@ -57,7 +57,7 @@ class VLMPrompt:
                 f"{list(ids.shape)}"
             )
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # tokens first, in their order
-        self.inputs = _moved(self.inputs, order)
+        self.inputs = _reordered(self.inputs, order)
 
     @property
     def input_ids(self) -> Tensor:
@@ -124,7 +124,7 @@ class VLMPrompt:
             return self.inputs, first
         column = torch.arange(self.input_ids.shape[1], device=first.device)
         order = (column - first[:, None]) % len(column)
-        return _moved(self.inputs, order), first
+        return _reordered(self.inputs, order), first
 
     def branches(self) -> tuple[Tensor, Tensor]:
         """Ids [R, ``width``] of both branches, right-aligned, and each row's first slot [R]."""
@@ -167,7 +167,7 @@ class VLMPrompt:
         return [row[:n] for row, n in zip(self.input_ids.tolist(), lengths, strict=True)]
 
 
-def _moved(inputs: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
+def _reordered(inputs: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
     """``inputs`` with all per-token tensors in another ``order`` [B, L]."""
     moved = {k: inputs[k].gather(1, order) for k in PER_TOKEN if inputs.get(k) is not None}
     if inputs.get(POSITIONS) is not None:
