@@ -71,7 +71,8 @@ class Recorder:
         pairs = zip(self.wanted[part], generators, strict=True)
         asked = [{**one, "seed": generator.initial_seed()} for one, generator in pairs]
         pipe = self.pipe
-        invariant = self.maker["batch_invariant"] and not padded
+        mixed = "autocast" in self.maker
+        invariant = self.maker["batch_invariant"] and not padded and not mixed
         invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
@@ -108,11 +109,15 @@ def made_by(source: Record, files: str, options: Record, network: nn.Module) -> 
     and everything that numbers of ``network`` depend on here and now.
     """
     weight = next(network.parameters())
+    kind = weight.device.type
+    dtypes = {"dtype": weight.dtype}
+    if torch.is_autocast_enabled(kind):
+        dtypes["autocast"] = torch.get_autocast_dtype(kind)
     return {
         **source,
         "files": files,
         "options": options,
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        **{name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
         "device": str(weight.device),
         "threads": in_use().count,
         "processor": processor(weight.device),

@@ -79,7 +79,8 @@ class ChainProgram:
         self.each = len(bound) // pictures
         self.batch = pictures
         self.steps = tables.steps
-        numbers = torch.tensor([float(bound.scale), temperature, 2 * math.log(temperature)])
+        options = float(bound.scale), temperature, 2 * math.log(temperature)
+        numbers = torch.tensor(options, dtype=torch.float32)
         windows = torch.from_numpy(tables.rows)
         assert bound.table is not None, "iterations of few tokens have one"
         self.fixed = (bound.head.weights, bound.table, windows, numbers)
@@ -108,7 +109,7 @@ class ChainProgram:
     ) -> tuple[Tensor, list[int]]:
         """The next numbers of ``pictures`` [B, n · ``each``], and how many there are of each."""
         most = self.each * each
-        numbers = torch.zeros(self.batch, most)
+        numbers = torch.zeros(self.batch, most, dtype=torch.float32)
         held = [0] * self.batch
         for b in pictures:
             ahead = stream.ahead(b, most)

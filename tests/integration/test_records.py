@@ -1,5 +1,6 @@
 """What a picture's file records draws it again, bit for bit, whatever it was drawn beside."""
 
+import functools
 import json
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -83,6 +84,25 @@ def test_every_picture_of_a_call_is_drawn_again_from_its_file(
     assert record["seed"] == (7 if method.one_generator else 3)
     others = {k: v for k, v in record.items() if k != "batch"} | {"seed": 12345, "place": 0}
     assert not same(draw_again(others, pipe), out.images[2])
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_pictures_know_what_the_users_torch_was_set_to(opened, tmp_path, name):
+    """Autocast rounds otherwise, and is recorded; a default dtype changes nothing."""
+    pipe = opened(name)
+    draw = functools.partial(pipe, classes=[0, 2], seed=[3, 4], **SHORT[name])
+    with torch.autocast("cpu", torch.bfloat16), batch_invariant():
+        out = draw()
+    plain = draw().images
+    assert not all(map(same, out.images, plain))
+    out.save(*(files := [tmp_path / "0.png", tmp_path / "1.png"]))
+    for file, image in zip(files, out.images, strict=True):
+        assert same(draw_again(checked_record(file), pipe), image)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert all(map(same, draw().images, plain))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_name_of_a_method_reads_as_it_was():
@@ -196,6 +216,7 @@ def test_bad_records_are_one_sentence(drawn, tmp_path):
         *[("options", {"output_type": "latent"}), ("options", {"method": "ar"})],
         *[("threads", 10**5), ("rows", 0), ("rows", 10**12), ("place", 5), ("place", -1)],
         *[("batch", [1]), ("batch", [{"class": "heart"}]), ("batch", "x"), ("drafter", 3)],
+        *[("autocast", [1]), ("autocast", "float64"), ("autocast", None)],
         *[("dtype", "load"), ("class", 3), ("class", None), ("method", "ar(x=1)")],
     ],
 )
