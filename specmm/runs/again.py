@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from specmm import zoo
@@ -18,6 +17,7 @@ from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
 from specmm.image_ar.records import (
     FORMATS,
+    MIXED,
     MODELS,
     OWN,
     SUM,
@@ -25,6 +25,7 @@ from specmm.image_ar.records import (
     picture_file,
     processor,
     read_record,
+    rounding,
     sum_of,
     versions,
 )
@@ -45,7 +46,6 @@ KINDS: dict[str, type] = {  # the types of fields that a record must have
     **dict.fromkeys(("compiled", "batch_invariant"), bool),
     **dict.fromkeys(("seed", "threads"), int),
 }
-MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of autocast
 MOST = 1024  # threads, and rows of a program: a record is a stranger's, and more would end Python
 
 
@@ -159,6 +159,7 @@ def odd_field(record: Record) -> str:
     fine = {name: type(record.get(name)) is kind for name, kind in {**KINDS, what: str}.items()}
     fine |= {name: isinstance(record.get(name, ""), str) for name in MODELS}
     fine["autocast"] = str(record.get("autocast", "bfloat16")) in MIXED
+    fine["float32_matmul"] = record.get("float32_matmul", "high") in ("high", "medium")
     fine["device"] &= not str(record.get("device")).startswith("meta")  # without numbers
     fine["batch"] = bool(asked) and all(
         isinstance(one, dict) and type(one.get(what)) is str and type(one.get("seed")) is int
@@ -202,9 +203,8 @@ def draw_again(record: Record, pipe: Images) -> Image.Image:
     method = parse_method(pipe.registry, record["method"])
     seeds = [one["seed"] for one in asked]
     invariant = batch_invariant() if record["batch_invariant"] else nullcontext()
-    mixed = record.get("autocast")
-    autocast = torch.autocast(pipe.device.type, MIXED[mixed]) if mixed else nullcontext()
-    with settled(pipe.transformer, record["threads"]), invariant, autocast:
+    own = rounding(record, pipe.device.type)
+    with settled(pipe.transformer, record["threads"]), invariant, own:
         out = pipe(
             **given,
             **record["options"],
