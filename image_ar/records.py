@@ -11,7 +11,8 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ SUM = "sum"  # the checksum's field
 FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
 MODELS = ("model", "drafter", "small", "text_encoder")  # by name
 OWN = ("class", "prompt", "negative_prompt", "seed")  # differ between the pictures of a call
+MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of autocast
 
 
 # ---- records of a call
@@ -72,6 +74,7 @@ class Recorder:
         requests = [{**record, "seed": generator.initial_seed()} for record, generator in pairs]
         pipe = self.pipe
         invariant = self.maker["batch_invariant"] and not padded
+        invariant = invariant and not {"autocast", "float32_matmul"} & self.maker.keys()
         invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
@@ -113,13 +116,41 @@ def made_by(source: Record, files: str, options: Record, network: nn.Module) -> 
         **source,
         "files": files,
         "options": options,
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "dtype": _named(weight.dtype),
+        **_rounding(weight.device.type),
         "device": str(weight.device),
         "threads": in_use().count,
         "processor": processor(weight.device),
         "versions": versions(),
         "batch_invariant": any_invariant(),
     }
+
+
+def _rounding(kind: str) -> Record:
+    """What the user's settings of torch make of products on a ``kind`` of device, if anything."""
+    found = {}
+    if torch.is_autocast_enabled(kind):
+        found["autocast"] = _named(torch.get_autocast_dtype(kind))
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        found["float32_matmul"] = precision
+    return found
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def rounding(record: Record, kind: str) -> Iterator[None]:
+    """Context with the settings of torch that ``record`` tells of a ``kind`` of device."""
+    usual = torch.get_float32_matmul_precision()
+    mixed = record.get("autocast")
+    torch.set_float32_matmul_precision(record.get("float32_matmul", "highest"))
+    try:
+        with torch.autocast(kind, MIXED[mixed]) if mixed else nullcontext():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(usual)
 
 
 @functools.cache  # every call records them, and reading them takes milliseconds

@@ -79,7 +79,8 @@ class ChainProgram:
         self.each = len(bound) // pictures
         self.batch = pictures
         self.steps = tables.steps
-        numbers = torch.tensor([float(bound.scale), temperature, 2 * math.log(temperature)])
+        options = float(bound.scale), temperature, 2 * math.log(temperature)
+        numbers = torch.tensor(options, dtype=torch.float32)
         windows = torch.from_numpy(tables.rows)
         assert bound.table is not None, "iterations of few tokens have one"
         self.fixed = (bound.head.weights, bound.table, windows, numbers)
@@ -106,7 +107,7 @@ class ChainProgram:
     ) -> tuple[Tensor, list[int]]:
         """The next numbers of ``pictures`` [B, n · ``each``] from ``stream``, and their counts."""
         most = self.each * each
-        numbers = torch.zeros(self.batch, most)
+        numbers = torch.zeros(self.batch, most, dtype=torch.float32)
         stored = [0] * self.batch
         for b in pictures:
             ahead = stream.ahead(b, most)

@@ -235,9 +235,8 @@ class CSpDRun:
         self.batch = batch
         self.orders = batch.orders
         self.pictures = torch.arange(len(batch.orders), device=batch.orders.device)[:, None]
-        self.tokens = torch.zeros(
-            *batch.orders.shape, batch.noise.shape[-1], device=batch.orders.device
-        )
+        shape = *batch.orders.shape, batch.noise.shape[-1]
+        self.tokens = torch.zeros(shape, dtype=torch.float32, device=batch.orders.device)
         self.ends = np.zeros((3, *self.tokens.shape))
         self.clock = Clock()
         self.stats = ChainStats()

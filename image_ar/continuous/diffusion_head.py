@@ -34,7 +34,8 @@ GPU_LIMIT = 2**27  # on a GPU, which reads them faster than it makes them
 def sinusoid(t: Tensor, width: int = FREQUENCIES) -> Tensor:
     """Cosines, then sines, of original timesteps ``t`` [N] (0 … 999): [N, width] float32."""
     half = width // 2
-    rates = torch.exp(-math.log(PERIOD) * torch.arange(half, device=t.device) / half)
+    places = torch.arange(half, device=t.device, dtype=torch.float32)
+    rates = torch.exp(-math.log(PERIOD) * places / half)
     angles = t[:, None].float() * rates
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 

@@ -182,7 +182,8 @@ def decode_mar(
     stats = ChainStats()
     batch, length = orders.shape
     classes = class_conditions(model, labels, batch, settings.cfg)
-    tokens = torch.zeros(batch, length, model.config.token_dim, device=orders.device)
+    shape = batch, length, model.config.token_dim
+    tokens = torch.zeros(shape, dtype=torch.float32, device=orders.device)
     conditions = conditions or partial(head_conditions, model)
     progress = MARProgress(tokens, 0)
     for step in settings.iterations(length):

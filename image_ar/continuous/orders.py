@@ -175,12 +175,16 @@ class PictureStreams:
 def normals(generators: Sequence[torch.Generator]) -> PictureStreams:
     """Standard normal numbers, float32."""
     return PictureStreams(
-        generators, lambda count, g: torch.randn(count, generator=g, device=g.device)
+        generators,
+        lambda count, g: torch.randn(count, generator=g, device=g.device, dtype=torch.float32),
     )
 
 
 def log_uniforms(generators: Sequence[torch.Generator]) -> PictureStreams:
     """Logarithms of uniforms in (0, 1], float32, to compare with ratios in the log domain."""
     return PictureStreams(
-        generators, lambda count, g: (1 - torch.rand(count, generator=g, device=g.device)).log_()
+        generators,
+        lambda count, g: (
+            1 - torch.rand(count, generator=g, device=g.device, dtype=torch.float32)
+        ).log_(),
     )

@@ -47,7 +47,8 @@ class HeadPrograms:
         """
         assert isinstance(sampler, Ancestral), "see check"
         steps = sampler.steps
-        table = torch.tensor([steps.keep, steps.noise, steps.mid, steps.half]).T.contiguous()
+        rows = steps.keep, steps.noise, steps.mid, steps.half
+        table = torch.tensor(rows, dtype=torch.float32).T.contiguous()
 
         def chains(bound: BoundHead, noise: Tensor) -> Tensor:
             if not _served(bound):

@@ -225,7 +225,8 @@ class ReleaseSampler:
             )
         for k in range(scales):
             shape = batch * schedule.tokens(k), vocabulary
-            torch.empty(shape, device=self.generator.device).exponential_(generator=self.generator)
+            skipped = torch.empty(shape, dtype=torch.float32, device=self.generator.device)
+            skipped.exponential_(generator=self.generator)
 
 
 def sorted_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:

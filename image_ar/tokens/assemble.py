@@ -187,8 +187,8 @@ def _block(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """The block drafter on a tree of fixed shape, cut to the levels it has."""
-    head = parts.head("block")
     device = target.device
+    head = parts.head("block").to(device, target.dtype)  # the model may have moved without it
     usual = parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
     tree = usual if choice.tree is None else choice.tree
     key = methods.keyed(tree), device
@@ -203,7 +203,8 @@ def _eagle(
     """EAGLE's head on a tree of fixed shape, or on a tree that it grows every round."""
     tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), target.device)
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    return EagleDrafter(parts.head("eagle"), llamagen(target), tree, sampled, siblings)
+    head = parts.head("eagle").to(target.device, target.dtype)
+    return EagleDrafter(head, llamagen(target), tree, sampled, siblings)
 
 
 def _jacobi(

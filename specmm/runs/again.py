@@ -17,6 +17,7 @@ from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
 from specmm.image_ar.records import (
     FORMATS,
+    MIXED,
     MODELS,
     OWN,
     SUM,
@@ -24,6 +25,7 @@ from specmm.image_ar.records import (
     picture_file,
     processor,
     read_record,
+    rounding,
     sum_of,
     versions,
 )
@@ -156,6 +158,8 @@ def odd_field(record: Record) -> str:
     asked = batch if isinstance(batch, list) else []
     fine = {name: type(record.get(name)) is kind for name, kind in {**KINDS, what: str}.items()}
     fine |= {name: isinstance(record.get(name, ""), str) for name in MODELS}
+    fine["autocast"] = str(record.get("autocast", "bfloat16")) in MIXED
+    fine["float32_matmul"] = record.get("float32_matmul", "high") in ("high", "medium")
     fine["device"] &= not str(record.get("device")).startswith("meta")  # without numbers
     fine["batch"] = bool(asked) and all(
         isinstance(one, dict) and type(one.get(what)) is str and type(one.get("seed")) is int
@@ -199,7 +203,8 @@ def draw_again(record: Record, pipe: Images) -> Image.Image:
     method = parse_method(pipe.registry, record["method"])
     seeds = [one["seed"] for one in asked]
     invariant = batch_invariant() if record["batch_invariant"] else nullcontext()
-    with settled(pipe.transformer, record["threads"]), invariant:
+    own = rounding(record, pipe.device.type)
+    with settled(pipe.transformer, record["threads"]), invariant, own:
         out = pipe(
             **given,
             **record["options"],

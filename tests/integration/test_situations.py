@@ -50,6 +50,21 @@ def test_a_training_goes_on_in_its_mode(method):
     assert [module.training for module in model.modules()] == modes
 
 
+def test_drafters_follow_a_model_that_was_moved_by_itself(tiny):
+    """pipe.model.to(dtype) leaves the drafters, which are no part of it, to the next call."""
+    texts = specmm.TextPipeline.from_pretrained("pocket/coder", dtype=torch.float32)
+    pictures = specmm.ImagePipeline.from_pretrained(tiny, dtype=torch.float32)
+    answer = {m: texts("def f(", max_new_tokens=6, method=m).texts for m in ("block", "deer")}
+    for dtype in (torch.bfloat16, torch.float32):
+        texts.model.to(dtype)
+        pictures.transformer.to(dtype)
+        for method, wanted in answer.items():
+            found = texts("def f(", max_new_tokens=6, method=method).texts
+            assert dtype != torch.float32 or found == wanted
+        for method in ("speculative", "eagle"):
+            assert pictures(classes=[0], seed=1, method=method).images
+
+
 # ---- contexts of scaled rotary embeddings
 
 ROPE = {

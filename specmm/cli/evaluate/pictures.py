@@ -17,7 +17,7 @@ from specmm.cli.evaluate.measured import (
     measured,
     reading,
 )
-from specmm.cli.evaluate.prompts import read_prompts
+from specmm.cli.evaluate.prompts import of_readable, read_prompts
 from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
@@ -143,15 +143,13 @@ def clip(
     """CLIPScore: how well pictures fit their prompts."""
     from specmm.metrics.paired import clip_score
 
-    if reader.network != "clip" or reader.skip_bad:
-        raise ValueError(
-            "CLIPScore needs the network clip and every picture; leave out --features and "
-            "--skip-bad"
-        )
+    if reader.network != "clip":
+        raise ValueError(f"CLIPScore needs CLIP's features, got --features {reader.network}")
     pictures = reader.pictures(source)
     texts, note = read_prompts(prompts, pictures.files)
     model = cast("CLIP", reader.extractor)
-    score = clip_score(pictures, texts, model, batch=reader.batch)
+    score = clip_score(pictures, of_readable(texts, pictures), model, batch=reader.batch)
+    reader.report(pictures)
     return replace(score, protocol={**score.protocol, "note": note}) if note else score
 
 

@@ -308,6 +308,10 @@ def network_of(drafter: object) -> nn.Module | None:
     return network if isinstance(network, nn.Module) else None
 
 
+def _place(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    return model.device, model.dtype
+
+
 @dataclass
 class Drafters:
     """The drafters of a model by method: ``given`` ones, and others that are read at first use.
@@ -322,12 +326,16 @@ class Drafters:
 
     def __post_init__(self) -> None:
         self.passed = frozenset(self.given)  # by the caller, not read here
+        self.place = _place(self.target)
 
     def get(self, method: str) -> Any:
         """The drafter of ``method``; None if it needs none.
 
         Raises ``ValueError`` if it is missing.
         """
+        if (here := _place(self.target)) != self.place:  # it was moved without its drafters
+            self.place = here
+            self.to(*here)
         subfolder = KINDS[method].place if method in KINDS else ""
         if subfolder and method not in self.given:
             folder = self._folder(method)
