@@ -128,12 +128,12 @@ def made_by(source: Record, files: str, options: Record, network: nn.Module) -> 
 
 def _rounding(kind: str) -> Record:
     """What the user's settings of torch make of products on a ``kind`` of device, if anything."""
-    found = {}
+    facts = {}
     if torch.is_autocast_enabled(kind):
-        found["autocast"] = _named(torch.get_autocast_dtype(kind))
+        facts["autocast"] = _named(torch.get_autocast_dtype(kind))
     if (precision := torch.get_float32_matmul_precision()) != "highest":
-        found["float32_matmul"] = precision
-    return found
+        facts["float32_matmul"] = precision
+    return facts
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -111,8 +111,8 @@ class MultiScaleQuantizer(nn.Module):
     def contribution(self, codes: Tensor, k: int) -> Tensor:
         """Summand [B, E, P, P] of scale ``k``: ``codes`` [B, E, p, p] upsampled, then φ_k."""
         h = self._resize(codes, self.schedule.sides[-1], "bicubic", k)
-        found = self.quant_resi[self.phi_of_scale[k]](h).to(h)  # autocast has another dtype
-        return torch.lerp(h, found, self.ratio)
+        refined = self.quant_resi[self.phi_of_scale[k]](h).to(h)  # autocast has another dtype
+        return torch.lerp(h, refined, self.ratio)
 
     def downsample(self, f_hat: Tensor, k: int) -> Tensor:
         """The transformer's inputs [B, p², E] at scale ``k``: f_hat averaged down to its side."""
