@@ -49,8 +49,7 @@ STARTS = {
 
 
 class AppModels:
-    """The pocket models and the folders or hub ids ``extra``, by kind; with ``only``, just the
-    latter.
+    """The pocket models, or ``only`` these of them, and the folders or hub ids ``extra``, by kind.
 
     With ``anything`` users may load other models by typing their names: not for an app that
     strangers can reach. ``text_encoder`` reads the prompts of LlamaGen's text-to-image models.
