@@ -121,7 +121,7 @@ def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -
     _check_keys(place, row, (*READ, *NOTES, *((talk,) if talk else OWN)))
     listed = {kind: _listed_media(row, kind) for kind in KINDS}
     sources = {kind: [_source(v, folder) for v in listed[kind]] for kind in KINDS}
-    content = _Said(sources, folder, unanswered)
+    content = _Content(sources, folder, unanswered)
     messages = [content.read(entry, place) for entry in _entries(row, talk)]
     if row.get("system") and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [_text(row["system"])]})
@@ -174,7 +174,7 @@ def _entries(row: Mapping[str, Any], talk: str | None) -> list[Any]:
 
 
 @dataclass
-class _Said:
+class _Content:
     """The pictures and videos of a row: ``listed`` by kind, for placeholders without a file."""
 
     listed: dict[str, list[Any]]

@@ -106,7 +106,7 @@ class Sample:
         return statistics.median(self.rounds[len(self.rounds) // 3 :])
 
 
-class _Noted(NamedTuple):
+class _Notes(NamedTuple):
     """The content of notes: their time, calls and the times of these, samples by method."""
 
     at: float
@@ -115,7 +115,7 @@ class _Noted(NamedTuple):
     complete: bool
 
 
-def _parsed(notes: Any) -> _Noted:
+def _parsed(notes: Any) -> _Notes:
     """Notes read from their file's value."""
     calls, *times = notes["sums"]
     decoded, lasted, spent = map(float, times)
@@ -129,7 +129,7 @@ def _parsed(notes: Any) -> _Noted:
     if not all(x.tokens > 0 and x.rounds for rows in samples.values() for x in rows):
         raise ValueError("a sample of nothing")
     sums = int(calls), decoded, lasted, spent
-    return _Noted(float(notes["at"]), sums, samples, notes["complete"] is True)
+    return _Notes(float(notes["at"]), sums, samples, notes["complete"] is True)
 
 
 @dataclass
