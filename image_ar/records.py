@@ -127,7 +127,7 @@ def made_by(source: Record, files: str, options: Record, network: nn.Module) -> 
 
 
 def _rounding(kind: str) -> Record:
-    """What the user's settings of torch make of products on a ``kind`` of device, if anything."""
+    """The user's torch settings that change the rounding of products on a ``kind`` of device."""
     facts = {}
     if torch.is_autocast_enabled(kind):
         facts["autocast"] = _named(torch.get_autocast_dtype(kind))

@@ -167,7 +167,7 @@ class RowNumbers:
         return self.numbers[row, :1]
 
     def draw(self, count: int) -> Tensor:
-        """The numbers [B, count] for each row's next tokens; those of ended rows are arbitrary."""
+        """The numbers [B, count] for each row's next tokens; an ended row has any."""
         places = self.counts[:, None] + torch.arange(count, device=self.counts.device)
         return self.numbers.gather(1, places.clamp(max=self.numbers.shape[1] - 1))
 

@@ -41,8 +41,8 @@ from specmm.shape.trees import Siblings, draw_siblings
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Sizes of a block drafter: K = ``levels`` tokens drafted a pass through ``layers``, for such a
-    ``target``.
+    """Sizes of a block drafter for a ``target``: a pass through ``layers`` drafts K = ``levels``
+    tokens.
 
     ``aux_layers`` are target layers whose inputs are read beside its last hidden state (as EAGLE-3,
     arXiv 2503.01840, does): the last state knows most about the token just drawn, earlier ones more

@@ -30,8 +30,8 @@ def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str]
 
 
 def of_readable(texts: Sequence[str], pictures: PictureSource) -> Iterator[str]:
-    """The ``texts`` of ``pictures`` without those of the pictures that the pass over them, in step
-    with this one, skips.
+    """The ``texts`` whose ``pictures`` can be read. The pictures are iterated in step with these
+    texts, and note which they skip.
     """
     for number, text in enumerate(texts):
         name = str(pictures.files[number]) if number < len(pictures.files) else ""

@@ -73,7 +73,7 @@ class KeptRounds:
         return key in self.found and self.found[key].busy
 
     def take(self, key: Key) -> SharedRounds | None:
-        """The rounds of ``key`` if no run uses them; drops those of another model's version."""
+        """The rounds of ``key`` if no run uses them; drops rounds of other model versions."""
         self.found = {k: kept for k, kept in self.found.items() if k[-1] == key[-1]}
         shared = self.found.pop(key, None)
         if shared is None or shared.busy or shared.failed:
