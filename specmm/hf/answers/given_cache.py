@@ -29,7 +29,7 @@ KINDS = (DynamicLayer, StaticLayer)  # layers that keep all keys and values
 
 
 class GivenCache:
-    """The cache among a call's arguments ``given``; see :func:`specmm.custom_generate`."""
+    """The cache among a call's ``arguments``; see :func:`specmm.custom_generate`."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
