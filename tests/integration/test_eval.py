@@ -330,7 +330,7 @@ def test_clip_takes_a_prompt_a_picture(folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\nb\n")
     line = refused(words, "--weights", tmp_path)
     assert "clip" in line and "model.safetensors" in line
-    assert "no other options" in refused(words, "--skip-bad")
+    assert "is of CLIP's features, got --features dinov2" in refused(words, "--features", "dinov2")
 
 
 def test_reconstruction_of_pairs(tmp_path, tiny_network):

@@ -17,7 +17,7 @@ from specmm.cli.evaluate.measured import (
     measured,
     reading,
 )
-from specmm.cli.evaluate.prompts import read_prompts
+from specmm.cli.evaluate.prompts import of_readable, read_prompts
 from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
@@ -141,12 +141,13 @@ def clip(
     """CLIPScore: how well pictures fit their prompts."""
     from specmm.metrics.paired import clip_score
 
-    if reader.network != "clip" or reader.skip_bad:
-        raise ValueError("CLIPScore is of the network clip and of every picture: no other options")
+    if reader.network != "clip":
+        raise ValueError(f"CLIPScore is of CLIP's features, got --features {reader.network}")
     given = reader.pictures(source)
     texts, note = read_prompts(prompts, given.files)
     model = cast("CLIP", reader.extractor)
-    found = clip_score(given, texts, model, batch=reader.batch)
+    found = clip_score(given, of_readable(texts, given), model, batch=reader.batch)
+    reader.report(given)
     return replace(found, protocol={**found.protocol, "note": note}) if note else found
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specmm.loading.files import JSON_LINES, json_lines, text_lines
 
 if TYPE_CHECKING:
-    from specmm.metrics.inputs import PictureFile
+    from specmm.metrics.inputs import PictureFile, PictureSource
 
 
 def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str], str]:
@@ -27,6 +27,16 @@ def read_prompts(file: Path, pictures: Sequence[PictureFile]) -> tuple[list[str]
     if blank is not None:
         raise ValueError(f"{file} line {blank} must hold a prompt, got an empty line")
     return lines, _surprise([str(Path(p.member or p.path).name) for p in pictures])
+
+
+def of_readable(texts: Sequence[str], pictures: PictureSource) -> Iterator[str]:
+    """The ``texts`` of ``pictures`` without those of the pictures that the pass over them, in step
+    with this one, skips.
+    """
+    for number, text in enumerate(texts):
+        name = str(pictures.files[number]) if number < len(pictures.files) else ""
+        if all(skipped != name for skipped, _ in pictures.skipped):
+            yield text
 
 
 def _by_name(file: Path, pictures: Sequence[PictureFile]) -> list[str]:

@@ -116,7 +116,7 @@ class SourceReader:
         network = self.extractor
         pictures = self.pictures(source)
         found = network.logits(pictures, batch=self.batch, progress=sys.stderr.isatty())
-        self._report(pictures)
+        self.report(pictures)
         return found
 
     def pictures(self, source: str) -> PictureSource:
@@ -147,9 +147,10 @@ class SourceReader:
         network = self.extractor
         title = f"{network.name} {name_of(source)}" if sys.stderr.isatty() else None
         yield from network.stream(pictures, batch=self.batch, progress=title)
-        self._report(pictures)
+        self.report(pictures)
 
-    def _report(self, pictures: PictureSource) -> None:
+    def report(self, pictures: PictureSource) -> None:
+        """Print which of ``pictures`` were left out in the last pass, and why."""
         for name, reason in pictures.skipped:
             say(f"left out {name}: {reason}")
 
