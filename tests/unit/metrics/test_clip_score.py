@@ -13,7 +13,7 @@ from specmm.metrics.inputs import open_pictures
 from specmm.metrics.networks import CLIP
 from specmm.metrics.paired import clip_score
 from tests import odd_files
-from tests.commands import as_json, refused
+from tests.commands import as_json
 
 TEXTS = ["a cat", "dog", "the green house", "x", "abc def"]
 
@@ -143,4 +143,4 @@ def test_pictures_that_cannot_be_read_leave_their_prompts_out(
     assert found["value"] == pytest.approx(whole.value, abs=1e-9)
     counts = {"files": 5, "pictures": 3, "unreadable": 2}
     assert found["protocol"]["files"] == {str(tmp_path / "some"): counts}
-    assert "b.png must be a picture" in refused("eval clip", *words)
+    assert "b.png must be a picture" in clip(tmp_path / "some", prompts, tiny_clip).stderr
