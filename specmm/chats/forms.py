@@ -175,7 +175,7 @@ def _entries(row: Mapping[str, Any], talk: str | None) -> list[Any]:
 
 @dataclass
 class _Content:
-    """The pictures and videos of a row: ``listed`` by kind, for placeholders without a file."""
+    """Reads a row's messages. Placeholders show its ``listed`` pictures and videos, by kind."""
 
     listed: dict[str, list[Any]]
     folder: Path

@@ -249,7 +249,7 @@ class ChatReader:
         after, said = 0, []
         for begin, end in spans:
             after = next((i for i, (a, _) in enumerate(places) if a >= end), len(ids))
-            near = range(after - 1, min(after + 2, len(ids)))
+            near = range(after - 1, min(after + 2, len(ids)))  # where templates end an answer
             last = next((i for i in near if ids[i] in self.ends), after - 1)
             if not text[end : places[last][0]].strip():
                 learnt[after : last + 1] = [True] * (last + 1 - after)
