@@ -312,6 +312,7 @@ class TransformersImagePictures(TokenPictures):
 
     @torch.inference_mode()
     def pixels(self, latents: Any) -> Tensor:
+        """Pictures uint8 [B, H, W, 3]; places not drawn yet show any code."""
         decoder = self.decoder()
         assert self.parts.code_ids is not None
         any_code = int(self.parts.code_ids[0])

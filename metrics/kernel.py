@@ -144,6 +144,7 @@ def _in_one_pass(x: Tensor, y: Tensor, picks: Picks, bootstrap: Bootstrap | None
 
 
 def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks) -> Tensor:
+    """Squared MMD of every subset, one after the other."""
     estimates = []
     for i, j in picks:
         a = x[i.to(x.device)]

@@ -165,6 +165,7 @@ class PictureStreams:
         self._held[b] = len(self._blocks[b])
 
     def _take(self, b: int, count: int) -> Tensor:
+        """The next ``count`` numbers of picture ``b``."""
         if self._held[b] - self._used[b] < count:
             self.draw_ahead(b, count)
         first = self._used[b]

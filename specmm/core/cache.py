@@ -321,6 +321,7 @@ class Cache:
         return self._bias
 
     def _new_bias(self, ancestors: Tensor) -> TreeBias:
+        """The mask of a tree with ``ancestors`` [1 or B, N, N]; other columns are closed."""
         nodes, first = ancestors.shape[-1], self.front
         bias = self._closed.repeat(self.size.rows, 1, nodes, first + self._reach(nodes))
         visible = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)

@@ -246,6 +246,7 @@ def form_of(network: nn.Module) -> list[Any]:
 
 
 def _configs(network: nn.Module) -> list[Any]:
+    """A network's config, and the config of its text part."""
     config: Any = getattr(network, "config", None)
     if config is None:
         return []

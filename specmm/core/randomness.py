@@ -107,6 +107,7 @@ class Uniforms:
         return drawn
 
     def start_row(self, row: int, generator: torch.Generator) -> Tensor:
+        """Let ``row`` continue with a new ``generator``; returns its first number [1]."""
         self.generators[row] = generator
         self._rest[row] = self._rest[row][:0]
         first = self._next(row, 1)

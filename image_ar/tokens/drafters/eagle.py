@@ -204,6 +204,7 @@ class EagleDrafter:
         self.growth.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A tree grown from the state predicted after the committed tokens."""
         if feedback.result is None:
             state = self._read_prompt(feedback)
         else:

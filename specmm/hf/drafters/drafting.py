@@ -376,6 +376,7 @@ class Drafters:
         return bool(offers) and bool(named(offers)(self.target))
 
     def _folder(self, method: str) -> Path | None:
+        """The folder of the drafter of ``method`` beside the model, if there is one."""
         if self.folder is None:
             return None
         subfolders = (KINDS[method].place, KINDS[method].instead)

@@ -51,6 +51,7 @@ class CapturedTarget(VLMTarget):
         return Cache.again(cache, size, self.dtype, self.device)
 
     def _new_past(self, batch: int) -> Past:
+        """The cache for the model; kept with our cache, whose memory it views."""
         if self.family.chains_only:  # its states are part of it
             return super()._new_past(batch)
         if self.memory is None or self.memory[0] is not self.cache:

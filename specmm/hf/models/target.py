@@ -463,6 +463,7 @@ class VLMTarget:
 
     @contextmanager
     def _runs(self) -> Iterator[None]:
+        """Within the block, a forward of this target runs, for hooks on the shared model."""
         self.running = True
         try:
             yield
@@ -504,6 +505,7 @@ class VLMTarget:
         return logits
 
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
+        """Processed distributions of ``logits``; greedy ones reuse their memory each time."""
         spent = self.spent if self.spent is not None and self.spent.shape == logits.shape else None
         probs = self.processor.probs(logits, self.history, tree, spent)
         reused = isinstance(self.processor, Processor) and self.processor.greedy
