@@ -173,8 +173,8 @@ class GraphRound:
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
         self.recorded: RecordedRound | None = None
-        self.failed = False
-        self.tries = 0
+        self.failed = False  # recording was given up
+        self.tries = 0  # to record, since a prefill or a replay
         self.last: object = None  # the form of the round before
         self.uniforms = 0  # taken by a row in it
 
@@ -184,10 +184,10 @@ class GraphRound:
         """See :func:`specmm.core.decode.one_round`."""
         if feedback.result is None:
             self.tries, self.last = 0, None
-            return self._as_it_is(parts, feedback, progress, uniforms, clock)
+            return self._uncaptured(parts, feedback, progress, uniforms, clock)
         if self.failed:
             count_uncompiled()
-            return self._as_it_is(parts, feedback, progress, uniforms, clock)
+            return self._uncaptured(parts, feedback, progress, uniforms, clock)
         if feedback.fresh is None:
             feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
         with clock("verify"):
@@ -198,9 +198,9 @@ class GraphRound:
                 self.recorded = recorded
                 self.tries = 0
                 return recorded.play(uniforms)
-        return self._as_it_is(parts, feedback, progress, uniforms, clock)
+        return self._uncaptured(parts, feedback, progress, uniforms, clock)
 
-    def _as_it_is(
+    def _uncaptured(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams, clock: Clock
     ) -> Feedback:
         counted = CountedUniforms(uniforms)

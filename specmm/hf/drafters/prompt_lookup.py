@@ -137,7 +137,7 @@ class RecallDrafter(Generic[R]):
         self.target = recall.target
         self.guess = guess
         self.length = length
-        self.full = False
+        self.full = False  # chains of full length; see ``serve``
         self.recall = recall
         self.max_nodes = length + 1
         self.max_depth = length

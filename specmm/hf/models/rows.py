@@ -351,7 +351,7 @@ class Reading:
     ) -> None:
         self.target = target
         self.hear = hear
-        self.alone: RowsTarget = copy.copy(target)
+        self.alone: RowsTarget = copy.copy(target)  # with these prompts alone
         self.alone.__dict__.pop("started", None)
         self.alone.beside = []
         self.alone.processor = RowProcessors(processors)
