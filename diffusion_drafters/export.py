@@ -46,7 +46,7 @@ def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
 
     Raises ``ValueError`` naming parts for which speculators' layout has no field.
     """
-    lacks = {
+    parts = {
         "a memory along the block (recurrent_size)": bool(config.recurrent),
         "a Domino head": config.head is not None and config.head.kind == "domino",
         "windows that move along a block": bool(config.reaches),
@@ -54,7 +54,7 @@ def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
         and layers - 1 in config.layers,
         "a confidence head without a Markov head": bool(config.confidence) and not config.head,
     }
-    if lacking := [name for name, without in lacks.items() if without]:
+    if lacking := [name for name, present in parts.items() if present]:
         raise ValueError(
             f"speculators' dflash and dspark have no field for {', '.join(lacking)}, got a drafter "
             "with it; export one without"
