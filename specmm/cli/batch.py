@@ -227,7 +227,7 @@ def _report(
 ) -> None:
     """Print a summary of the run; raises ``Interrupted`` after Ctrl-C."""
     now = {
-        "done_now": len(counts.done),
+        "done_now": counts.done,
         "wall_seconds": counts.seconds,
         "interrupted": counts.interrupted,
         "out": str(out),
@@ -238,9 +238,9 @@ def _report(
         emit({**summary, **now})
     else:
         typer.echo(f"{_counts(summary)}, in {out}")
-        rate = f", {len(counts.done) / counts.seconds:.2f} a second" if counts.done else ""
+        rate = f", {counts.done / counts.seconds:.2f} a second" if counts.done else ""
         cost = f", cost {now['cost']:.4f}" if price is not None else ""
-        typer.echo(f"{len(counts.done)} of them now in {counts.seconds:.1f} s{rate}{cost}")
+        typer.echo(f"{counts.done} of them now in {counts.seconds:.1f} s{rate}{cost}")
         if "repaired" in summary:
             typer.echo(_repaired(summary["repaired"], summary["repaired_otherwise"]))
     if counts.interrupted:

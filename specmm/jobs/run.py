@@ -195,7 +195,7 @@ class Loop:
         member.wanted = made.wanted or member.wanted
         member.busy += made.seconds
         member.made += len(made.done)
-        self.progress.observe(made.done, [], made.seconds, self._slow())
+        self.progress.observe(len(made.done), [], made.seconds, self._slow())
         self.waiting.extendleft(reversed(made.again))
         for fault in reversed(made.faults):  # halves come in front
             self._failed(member.node, fault)
@@ -220,7 +220,7 @@ class Loop:
         log.warning("item %s is set aside: %s", item.id, text)
         with full_disk_explained(self.job):
             self.journal.append([failure(item, text, tries)])
-        self.progress.observe([], [item.id], 0.0)
+        self.progress.observe(0, [item.id], 0.0)
 
     def _slow(self) -> str:
         """The node of a member that is much slower than the others, "" if there is none."""

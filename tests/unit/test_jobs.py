@@ -450,13 +450,13 @@ def test_pictures_of_a_line_may_be_addresses(tmp_path):
 def test_a_log_holds_the_progress_of_a_long_job(capsys, monkeypatch):
     """Of a night's job without a terminal nothing was told until it ended."""
     with Progress(10, 0) as bar:
-        bar.observe(["a", "b"], [], 0.1)
+        bar.observe(2, [], 0.1)
     assert capsys.readouterr().err == "", "a short one tells nothing"
     monkeypatch.setattr(progress, "EVERY", 0.2)
     with Progress(10, 4) as bar:
         for _ in range(3):
             time.sleep(0.25)
-            bar.observe(["a", "b"], [], 0.1)
+            bar.observe(2, [], 0.1)
     told = capsys.readouterr().err
     assert "8/10" in told and "10/10" in told and "item" in told
 
