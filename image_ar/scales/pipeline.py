@@ -398,7 +398,9 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def _sampler(
         self, batch: Batch[methods.ScalesMethod], feature_map: FeatureMap
     ) -> Callable[[range], ScaleSampler]:
-        """The sampler of a turn's scales: one for both models, or the release's for each."""
+        """The sampler for a turn's scales: one for both models, which draws a picture from its own
+        generator, or the release's, where each model has a copy of the one generator of all.
+        """
         schedule = feature_map.schedule
         if not batch.method.one_generator:
             shared = InverseCDF(batch.target, Uniforms(batch.generators), len(schedule))

@@ -59,7 +59,8 @@ def settled(
     share: float = SHARE,
 ) -> tuple[Any, str, Record | None]:
     """``method``, or the method that auto chooses for ``pictures`` pictures, ``batch`` at a time;
-    the reason; and the record for their seconds. Trials may take a ``share`` of the pictures.
+    the reason; and the record for their seconds. Trials may take a ``share`` of the pictures' time
+    (infinite: every candidate draws a whole picture).
     """
     if not isinstance(method, methods.Auto):
         return method, "", None

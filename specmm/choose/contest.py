@@ -203,8 +203,9 @@ class Record:
     ) -> Iterator[Progress]:
         """Yield the ``steps`` of a run by ``method`` and take a sample at its end.
 
-        The run ends early once a row has ``few`` tokens after at least ``ROUNDS`` rounds, or if it
-        cannot reach ``least`` tokens a second.
+        With a finite ``few`` it is a trial, which ends once rows have ``few`` tokens on average
+        after at least ``ROUNDS`` rounds, or after so long that ``few`` would be fewer than
+        ``least`` tokens a second. A whole run tells earlier trials how fast they were beside it.
         """
         sample = Sample()
         trial = math.isfinite(few)

@@ -284,7 +284,7 @@ def _several(options: dict[str, Any]) -> bool:
 
 
 def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str]:
-    """The files in ``folder`` of an answer's ``pictures``, in order."""
+    """Save an answer's ``pictures`` in ``folder``; returns the files in order."""
     files = [folder / f"seed-{seed}-{i + 1}.png" for i in range(len(pictures))]
     for file, picture in zip(files, pictures, strict=True):
         picture.save(file)

@@ -105,7 +105,10 @@ class Actor:
         torch.set_num_threads(min(threads, os.cpu_count() or 1))  # Ray sets it to one
 
     def join(self, folder: str, wanted: dict[str, str]) -> None:
-        """Raises :class:`OtherPlace` where the code here is not the ``wanted`` one."""
+        """Work in the driver's ``folder``, if it is here, too.
+
+        Raises :class:`OtherPlace` if the code here is not the driver's, ``wanted``.
+        """
         if os.path.isdir(folder):
             os.chdir(folder)
         if (here := code()) != wanted:

@@ -212,8 +212,9 @@ class SuffixRow:
             self.answer.append(token)
 
     def guess(self, length: int, least: float = LEAST) -> Guess:
-        """The likeliest chain of up to ``length`` tokens whose probabilities are at least
-        ``least``; among several texts' chains the one with more expected accepted tokens.
+        """The likeliest chain of up to ``length`` tokens, each with a probability, jointly with the
+        tokens before it, of at least ``least``; of several texts' chains the one with more expected
+        accepted tokens.
         """
         tree = self.tree
         best = tree.guess(self.state, tree.length[self.state], length, least)

@@ -284,7 +284,7 @@ def _by_model(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int,
 
 def _own_steps(model: PreTrainedModel, tokens: Tensor, paths: Sequence[tuple[int, ...]]) -> Tensor:
     """As :func:`_by_model`, but token by token as in generate: some mixers differ then."""
-    own_logits(model, tokens[None, :1])  # caches other facts of the same forward
+    own_logits(model, tokens[None, :1])  # for what it remembers of the model, not its logits
     longest = [path for path in paths if not any(_begins(path, other) for other in paths)]
     row_of = [next(i for i, x in enumerate(longest) if x[: len(p)] == p) for p in paths]
     width = max(map(len, paths))

@@ -243,7 +243,9 @@ class States:
         self.nodes = 0
 
     def _put_off(self, mixers: Sequence[Mixer], kept: list[int]) -> None:
-        """Count the tokens that ``mixers`` must read again; none if the chain was accepted."""
+        """Count the tokens that ``mixers`` must read again with the next chain; none if this one
+        was accepted whole.
+        """
         uneven = min(self.counts) != max(self.counts)
         if uneven or any(n != self.nodes for n in kept):
             self.counts = [old + new for old, new in zip(self.counts, kept, strict=True)]

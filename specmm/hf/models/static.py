@@ -105,7 +105,9 @@ class StaticVLMTarget(CapturedTarget):
         return output
 
     def _begin_steps(self) -> None:
-        """Make the place, mask and cache layers that all plain steps share."""
+        """Make what all plain steps share: the slot that a step writes (``place``, which each step
+        sets), the mask, and cache layers that write there.
+        """
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = self.begins[:, None].clone()
         begins = branched(self.positions, self.branches)
