@@ -185,19 +185,19 @@ def read_items(path: Path, base: int = 0) -> Items:
         path.stat()  # at an address is_file would be False without credentials, too
     except FileNotFoundError:
         raise ValueError(f"JOBS must be a file, got {path}, which is not there") from None
-    found = Items(base, path.parent.absolute())  # workers may be in another folder
+    items = Items(base, path.parent.absolute())  # workers may be in another folder
     seen: set[int] = set()
     for number, (where, row) in enumerate(reader(path)):
         kind, fields = _read(where, row, f"{number:06d}")
         for turn in range(fields.get("n", 1)):
             mark = hash(name := _id(fields, turn))  # two have the same almost never
-            if mark in seen and any(item.id == name for item in found):
+            if mark in seen and any(item.id == name for item in items):
                 raise ValueError(f"{where}: ids must differ, got {name!r} twice; rename one")
             seen.add(mark)
-        found.add(kind, fields)
-    if not found:
+        items.add(kind, fields)
+    if not items:
         raise ValueError(f"{path} must hold at least one item, got none")
-    return found
+    return items
 
 
 def parse(where: str, row: Fields, base: int, folder: Path, name: str = "") -> list[Item]:
@@ -283,10 +283,10 @@ def _option(value: Any, word: bool = False) -> Any:
     if not isinstance(value, str) or word:
         return value
     try:
-        found = json.loads(value)
+        number = json.loads(value)
     except ValueError:
         return value
-    return found if isinstance(found, int | float) else value
+    return number if isinstance(number, int | float) else value
 
 
 def _text(value: Any) -> str:
@@ -313,11 +313,11 @@ def _flag(value: Any) -> bool:
 
 
 def _paths(value: Any) -> tuple[str, ...]:
-    given = value if isinstance(value, list) else [value]
-    fine = all(isinstance(v, str) and v and "\0" not in v for v in given)
-    if not fine or any(ADDRESS.match(v) and not OF_PICTURES.match(v) for v in given):
+    paths = value if isinstance(value, list) else [value]
+    fine = all(isinstance(v, str) and v and "\0" not in v for v in paths)
+    if not fine or any(ADDRESS.match(v) and not OF_PICTURES.match(v) for v in paths):
         raise ValueError
-    return tuple(given)
+    return tuple(paths)
 
 
 FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {  # and what each must be

@@ -28,17 +28,19 @@ def make(registry: Registry, method: Any, **options: Any) -> Any:
         kind, spelt = _parsed(registry, method)
         options = spelt | options
     else:
-        own = isinstance(method, Composed) and maker_of(method) and Draft.name in registry.entries
-        kind = type(method) if own else registry.get(method.name)
+        theirs = (
+            isinstance(method, Composed) and maker_of(method) and Draft.name in registry.entries
+        )
+        kind = type(method) if theirs else registry.get(method.name)
         if not isinstance(method, kind):
             raise ValueError(f"method {kind.name!r} must be {kind.__name__} here, got {method}")
     known = [field.name for field in dataclasses.fields(kind)]
     if strange := [option for option in options if option not in known]:
         raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"], OPTION)
-    made = kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
+    final = kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
     if isinstance(registry, Methods):
-        registry.check(made)
-    return made
+        registry.check(final)
+    return final
 
 
 def by_hand(
@@ -49,19 +51,19 @@ def by_hand(
 
     Raises ``ValueError`` as :func:`make`, and for models whose methods choose none of them.
     """
-    found = make(registry, method)
+    resolved = make(registry, method)
     chosen = dict(drafter=drafter, tree=tree, rule=rule)
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if not given:
-        return found
+    parts = {name: value for name, value in chosen.items() if value is not None}
+    if not parts:
+        return resolved
     if Draft.name not in registry.entries:
         raise ValueError(
-            f"{next(iter(given))} must be None for models without a choice of drafter, tree and "
+            f"{next(iter(parts))} must be None for models without a choice of drafter, tree and "
             f"rule; choose a method: {', '.join(registry)}"
         )
-    if given.keys() & {"tree", "rule"} and hasattr(found, "sampled"):
-        given["sampled"] = True  # or neither would be read
-    return make(registry, found if found.drafts else Draft.name, **given)
+    if parts.keys() & {"tree", "rule"} and hasattr(resolved, "sampled"):
+        parts["sampled"] = True  # or neither would be read
+    return make(registry, resolved if resolved.drafts else Draft.name, **parts)
 
 
 # ---- texts
@@ -79,10 +81,10 @@ def parse_method(registry: Registry, text: str, options: Sequence[str] = ()) -> 
 
 def parse_methods(registry: Registry, text: str) -> list[Any]:
     """Methods separated by commas, as :func:`parse_method` reads each."""
-    found = [parse_method(registry, one) for one in _split(text)]
-    if not found:
+    listed = [parse_method(registry, one) for one in _split(text)]
+    if not listed:
         raise ValueError("methods must name at least one, such as ar,lantern++")
-    return found
+    return listed
 
 
 def _parsed(
