@@ -64,7 +64,7 @@ def load_block(folder: Path, target: PreTrainedModel, method: str) -> DFlash:
 def load_deer_or_diffusion(
     folder: Path, target: PreTrainedModel, method: str
 ) -> DEERModel | Diffusion:
-    """The DEER drafter in ``folder``, or the diffusion model there, which can be one."""
+    """The DEER drafter in ``folder``, or the diffusion model there, which also drafts blocks."""
     return load_deer(folder, target) if is_deer(folder) else load_diffusion(folder, target, method)
 
 
@@ -86,13 +86,17 @@ def make_block(
         chain = ChainDrafter(source, target, length, method.recall)
         return Assembly(chain, chain_rule(target))
     if method.recall:
-        raise ValueError(f"tree takes no recall, got {tree} and {method.recall}")
+        raise ValueError(
+            f"recall must be 0 with a tree, got tree {tree} and recall {method.recall}; leave one "
+            "out"
+        )
     if isinstance(tree, int):
         target.check_tree(tree - 1)
         return Assembly(TreeDrafter(source, target, tree, length), Recursive())
     if method.length:
         raise ValueError(
-            f"a tree of fixed shape has its own depth, got {tree} and length {method.length}"
+            "length must be left out with a tree of fixed shape, which has its own depth, got "
+            f"{tree} and {method.length}"
         )
     shape, drawn, rule = drawn_trees(method.rule or "traversal", tree, target)
     return Assembly(DrawnTreeDrafter(source, target, shape, *drawn), rule)
@@ -110,29 +114,29 @@ def make_diffuspec(
     method: methods.DiffuSpec, target: VLMTarget, drafter: object, tokenizer: Tokenizer | None
 ) -> Assembly:
     """The parts of method ``diffuspec``."""
-    found = _diffusion(drafter)
-    if found.proxy is None:
+    diffusion_model = _diffusion(drafter)
+    if diffusion_model.proxy is None:
         raise ValueError(
             "method 'diffuspec' needs an n-gram proxy beside its drafter, got none; make one from "
             "text with specmm train proxy"
         )
-    _check_proxy(found.proxy, target)
-    made = DiffuSpecDrafter(
-        _diffusion_source(found, target, tokenizer),
-        found.proxy,
+    _check_proxy(diffusion_model.proxy, target)
+    drafts = DiffuSpecDrafter(
+        _diffusion_source(diffusion_model, target, tokenizer),
+        diffusion_model.proxy,
         Search(method.tau, method.candidates, method.weight),
         method.least,
         method.most,
         method.step,
         method.rate,
     )
-    return Assembly(made, Recursive())
+    return Assembly(drafts, Recursive())
 
 
 def block_source(
     method: BlockMethod, drafter: object, target: VLMTarget, tokenizer: Tokenizer | None = None
 ) -> BlockSource:
-    """The source of blocks for ``drafter``; raises ``ValueError`` for one that does not fit."""
+    """The source of blocks for ``drafter``; raises ``ValueError`` if it does not fit the target."""
     if method.name == "block":
         if not isinstance(drafter, DFlash):
             raise ValueError(
@@ -146,6 +150,7 @@ def block_source(
 
 
 def _diffusion(drafter: Any) -> Diffusion:
+    """``drafter``, or a bare diffusion model as one; raises ``ValueError`` for others."""
     if isinstance(drafter, Diffusion):
         return drafter
     if not hasattr(drafter, "mask"):
@@ -165,20 +170,20 @@ def _diffusion_source(
 
 
 def _check_proxy(proxy: CausalProxy, target: VLMTarget) -> None:
-    """Raise ``ValueError`` for n-grams of other tokens than ``target``'s, padding apart."""
-    wanted = target.family.vocabulary
-    if isinstance(proxy, NGram) and abs(proxy.vocabulary - wanted) > PADDING:
+    """Raise ``ValueError`` for n-grams of other tokens than ``target``'s, except for padding."""
+    vocabulary = target.family.vocabulary
+    if isinstance(proxy, NGram) and abs(proxy.vocabulary - vocabulary) > PADDING:
         raise ValueError(
-            f"the n-gram proxy must be of the target's {wanted} tokens, got one of "
+            f"the n-gram proxy must be of the target's {vocabulary} tokens, got one of "
             f"{proxy.vocabulary}; make one with specmm train proxy"
         )
 
 
 def candidates(target: VLMTarget, drafter: object, kind: BlockMethod) -> list[Candidate]:
-    """Candidates of ``kind`` for method ``auto``: the drafter's whole blocks, and parts of them.
+    """Candidates of ``kind`` for method ``auto``: the drafter's blocks in full and shorter.
 
     Raises ``ValueError`` for a drafter that does not fit.
     """
     longest = block_source(kind, drafter, target).longest or LENGTH
-    lengths = [longest // part for part in PARTS if longest // part > 1] or [longest]
+    lengths = [longest // divisor for divisor in PARTS if longest // divisor > 1] or [longest]
     return [Candidate(dataclasses.replace(kind, length=n), nodes=n + 1, levels=1) for n in lengths]

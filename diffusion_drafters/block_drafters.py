@@ -75,29 +75,32 @@ class SourceDrafter:
 
     def join(self) -> None:
         """Add a row at the end, which is then started; only for sources whose rows can join."""
-        self._late.join()
+        self._dflash_source.join()
 
     def leave(self, row: int) -> None:
         """Remove ``row``; the last row takes its place."""
-        self._late.leave(row)
+        self._dflash_source.leave(row)
 
     def weigh(self) -> None:
-        """Record the probability of each draft from now on, in greedy chains too."""
+        """From now on, record the probability of each draft, also in greedy chains."""
         self.weighs = True
 
     def absorb(self, feedback: Feedback) -> None:
-        """Read the tokens of a round in which it did not draft."""
-        self._late.absorb(feedback)
+        """Read the committed tokens of a round that was drafted by another drafter."""
+        self._dflash_source.absorb(feedback)
 
     @property
-    def _late(self) -> DFlashSource:
+    def _dflash_source(self) -> DFlashSource:
         if not isinstance(self.source, DFlashSource):
-            raise ValueError(f"rows of a {type(self.source).__name__} cannot join and leave")
+            raise ValueError(
+                f"a drafter with a {type(self.source).__name__} cannot add or remove rows during "
+                "a run"
+            )
         return self.source
 
 
 def block_length(source: BlockSource, wanted: int | None) -> int:
-    """Drafts a round; raises ``ValueError`` for none, and for more than ``source`` has."""
+    """Drafts a round; raises ``ValueError`` below 1 and beyond the blocks of ``source``."""
     length = source.longest if wanted is None else wanted
     if length is None or length < 1 or (source.longest is not None and length > source.longest):
         limit = "" if source.longest is None else f" and at most the drafter's {source.longest}"
@@ -108,9 +111,9 @@ def block_length(source: BlockSource, wanted: int | None) -> int:
 class ChainDrafter(SourceDrafter):
     """Chains of ``length`` drafts (None: the source's longest).
 
-    ``recall`` above 0: where that many of a row's latest tokens occur earlier in it, what followed
-    them there is drafted (as point masses), and the block elsewhere. Raises ``ValueError`` for a
-    length that the source cannot draft and a negative ``recall``.
+    ``recall`` above 0: if that many of a row's latest tokens occur earlier in the row, the tokens
+    that followed them are drafted (as point masses), otherwise the block. Raises ``ValueError`` for
+    a length that the source cannot draft and a negative ``recall``.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class ChainDrafter(SourceDrafter):
                 self.recall.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain: the block's likeliest tokens, or tokens drawn by its distributions."""
         root = feedback.token
         numbers = None if self.greedy else uniforms
         with self.clock("draft"):
@@ -155,7 +159,7 @@ class ChainDrafter(SourceDrafter):
             return DraftTree(tokens, self.shape, chances=chances)
 
     def _recalled(self, feedback: Feedback) -> Tensor | None:
-        """Tokens [B, K] that followed an earlier occurrence of the latest ones; -1 without one."""
+        """Tokens [B, K] that followed an earlier occurrence of the latest tokens; -1: none."""
         if self.recall is None:
             return None
         self.recall.extend(feedback)
@@ -219,6 +223,7 @@ class DrawnTreeDrafter(SourceDrafter):
         self.levels = Level.all_of(shape)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A tree whose levels are drawn by the block's places, each after its parents."""
         vocabulary = self.source.vocabulary
         with self.clock("draft"):
             block = self.source.logits(feedback, self.max_depth)  # [B, K, S]
@@ -261,7 +266,7 @@ def marginal_chain(
 ) -> DraftTree:
     """A chain after ``root`` [B], token i drawn from row i of ``probs`` [B, K, V] independently.
 
-    ``probs`` must be what is drawn from: after temperature, filters and barred tokens.
+    ``probs`` must be final: after temperature, filters and barred tokens.
     """
     drafts = categorical(probs, uniforms.draw(probs.shape[1]))
     tokens = torch.cat([root[:, None], drafts], dim=1)
@@ -271,7 +276,7 @@ def marginal_chain(
 
 @dataclass(frozen=True)
 class NextDrafts:
-    """Drafts of a block that depend on those before them, by a source's ``next_logits``."""
+    """Drafts of a block that depend on earlier drafts, by a source's ``next_logits``."""
 
     probs: Probs
     next_logits: NextLogits
@@ -289,9 +294,9 @@ class NextDrafts:
         """A chain after ``root`` [B], token i drawn by place i of ``block`` [B, K, S] and the
         tokens before.
 
-        Where ``fixed`` [B, K] holds a token (not -1) it is taken, as a point mass. Without
-        ``uniforms`` every token is the likeliest one and no distributions are recorded, but, if it
-        ``weighs`` them, their chances.
+        Where ``fixed`` [B, K] holds a token (not -1), that is drafted as a point mass. Without
+        ``uniforms`` every token is the likeliest one and no distributions are recorded, only the
+        tokens' probabilities if ``weighs``.
         """
         count = block.shape[1]
         numbers = None if uniforms is None else uniforms.draw(count)
@@ -316,8 +321,8 @@ class NextDrafts:
         return DraftTree(torch.stack(tokens, 1), shape, probs, chances=likely)
 
     def tree(self, root: Tensor, block: Tensor, total: int) -> DraftTree:
-        """The ``total`` likeliest paths (root included) of what :meth:`chain` draws, as point
-        masses.
+        """The tree of the ``total`` likeliest nodes (root included) under :meth:`chain`'s
+        distribution, as point masses.
 
         They are found by EAGLE-2's beams over ``block`` [B, K, S], each node's children by the
         distribution after its own path: exactly the likeliest up to BEAM + 1 nodes, nearly beyond

@@ -22,13 +22,14 @@ from specmm.hf.prompts.prompt import VLMPrompt
 
 
 def scoring_states(states: Tensor, kept: Tensor, count: int, block: int) -> Tensor:
-    """The K of a forward's ``states`` [B, N, C] that score the ``block`` after ``kept`` accepted
-    tokens: the last accepted token's state, and the masks', which follow its ``count`` tokens.
+    """The K = ``block`` of a forward's ``states`` [B, N, C] that score the block after ``kept``
+    accepted tokens: the last accepted token's state, and the masks' states, which come after all
+    ``count`` tokens.
     """
     order = torch.arange(count, count + block - 1, device=states.device).expand(len(states), -1)
     last = (kept - 1).clamp(min=0)[:, None]
-    wanted = torch.cat([last, order], dim=1)
-    return states.gather(1, wanted[..., None].expand(-1, -1, states.shape[-1]))
+    slots = torch.cat([last, order], dim=1)
+    return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def check_room(prompt: VLMPrompt, most: int, room: int) -> None:
@@ -51,7 +52,7 @@ def drafter_prompt(prompt: VLMPrompt, translation: Translation) -> VLMPrompt:
 
 
 class CausalSource:
-    """Blocks of a DEER drafter for ``target``, whose tokens see those before them."""
+    """Blocks of a DEER drafter for ``target``, which attends causally."""
 
     longest: int | None
     next_logits: NextLogits | None = None
@@ -82,6 +83,7 @@ class CausalSource:
         self.small.start_row(row, prompt)
 
     def logits(self, feedback: Feedback, block: int) -> Tensor:
+        """Logits [B, K, V] of a block after the latest tokens; see :class:`BlockSource`."""
         tokens = feedback.token[:, None]
         kept = torch.ones_like(feedback.token)
         if feedback.result is not None and feedback.tokens is not None:
@@ -112,8 +114,8 @@ class CausalSource:
         if not alike or (count, masks) not in self.attention:
             order = torch.arange(count + masks, device=kept.device)
             fresh = (order < kept[:, None]) | (order >= count)  # [B, N]
-            seen = torch.where(order[:, None] >= count, fresh[:, None], order <= order[:, None])
+            visible = torch.where(order[:, None] >= count, fresh[:, None], order <= order[:, None])
             if not alike:
-                return seen
-            self.attention[count, masks] = seen[:1]
+                return visible
+            self.attention[count, masks] = visible[:1]
         return self.attention[count, masks]

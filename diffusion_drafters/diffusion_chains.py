@@ -4,10 +4,9 @@ DiffuSpec (arXiv 2510.02358): each row's block is pruned to a lattice and search
 path. A controller sets the block's length from earlier rounds alone. Paths are point masses, exact
 at any temperature.
 
-SpecDiff (arXiv 2408.05636): a chain denoised in two forwards, a piece at a time from the left.
-The second reads the piece drawn before, so a token's distribution depends only on the drafts before
-it, and the ratio test with it is exact. The paper denoises random places; their joint distribution
-is not available from any row.
+SpecDiff (arXiv 2408.05636): a chain denoised in two forwards, a piece at a time from the left. The
+second forward reads the first piece, so a token's distribution depends only on earlier drafts, and
+the ratio test is exact. The paper denoises random places, whose joint distribution no row gives.
 
 Shape letters: B batch, K block, M tokens of a piece, V vocabulary.
 """
@@ -81,9 +80,9 @@ class AdaptiveLength:
 
     least: int = 20
     most: int = 30
-    step: float = 10.0
-    rate: float = 0.5
-    generated: float = field(default=0.0, init=False)
+    step: float = 10.0  # tokens added while all drafts are accepted
+    rate: float = 0.5  # weight of the latest round in the averages
+    generated: float = field(default=0.0, init=False)  # an average, as ``accepted``
     accepted: float = field(default=0.0, init=False)
     length: int = field(init=False)
 
@@ -102,13 +101,13 @@ class AdaptiveLength:
         """Learn from a round of ``generated`` tokens before an end token, ``accepted`` of them."""
         self.generated += self.rate * (generated - self.generated)
         self.accepted += self.rate * (accepted - self.accepted)
-        wanted = self.generated + (self.step if self.accepted >= self.generated else 0)
-        self.length = math.floor(min(max(wanted, self.least), self.most))
+        length = self.generated + (self.step if self.accepted >= self.generated else 0)
+        self.length = math.floor(min(max(length, self.least), self.most))
 
 
 @dataclass
 class AdaptiveRow:
-    """A row's controller, its latest draft, and (drafted, accepted) of every round so far."""
+    """A row's controller, its latest draft, and the counts (drafted, accepted) of every round."""
 
     control: AdaptiveLength
     latest: RowDraft = field(default_factory=lambda: RowDraft((), 0))
@@ -125,9 +124,10 @@ class AdaptiveRow:
 class DiffuSpecDrafter:
     """DiffuSpec's drafts for ``source.target``.
 
-    ``least`` and ``most`` bound the drafts' length, equal ones fix it. Unless the target is greedy
-    every block is ``most`` long and a row's path is cut to its own length, filler after it, for a
-    row's uniforms must not depend on the others. Raises ``ValueError`` for impossible bounds.
+    ``least`` and ``most`` bound the drafts' length; equal bounds fix it. Unless the target is
+    greedy, every block is ``most`` long and a row's path is cut to its own length and filled up,
+    because a row's uniforms must not depend on other rows. Raises ``ValueError`` for impossible
+    bounds.
     """
 
     def __init__(
@@ -157,6 +157,7 @@ class DiffuSpecDrafter:
         self.source.begin(feedback, self.max_depth)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain of each row's best path through the block's likeliest tokens."""
         if feedback.result is not None:
             for row, kept in zip(self.rows, feedback.result.kept.tolist(), strict=True):
                 row.observe(kept)
@@ -170,15 +171,15 @@ class DiffuSpecDrafter:
 
     def _path(self, row: int, log_probs: Tensor) -> tuple[int, ...]:
         """A row's draft from its block [K, V]."""
-        own = self.rows[row]
+        state = self.rows[row]
         before = self.source.latest(row, self.read)
-        block = log_probs[: own.control.length]
-        own.latest = draft(block, before, self.source.end, self.proxy, self.search)
-        return own.latest.tokens
+        block = log_probs[: state.control.length]
+        state.latest = draft(block, before, self.source.end, self.proxy, self.search)
+        return state.latest.tokens
 
 
 def point_chain(root: Tensor, paths: Sequence[Sequence[int]], length: int) -> DraftTree:
-    """Chains of chosen ``paths`` [B] as point masses, filled up with the token of ``root`` [B]."""
+    """Chains of chosen ``paths`` [B] as point masses, padded with the token of ``root`` [B]."""
     rows = [list(path)[:length] for path in paths]
     padded = zip(rows, root.tolist(), strict=True)
     filled = [row + [first] * (length - len(row)) for row, first in padded]
@@ -203,12 +204,13 @@ class StepsDrafter(SourceDrafter):
         self.shape = TreeShape.chain(length, target.device)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain drawn in pieces; each piece comes from a forward that reads the others."""
         with self.clock("draft"):
             logits = self.source.logits(feedback, self.max_depth)
             drafts = feedback.token.new_empty(len(feedback.token), 0)
             probs: list[Tensor] = []
-            for place, piece in enumerate(self.pieces):
-                if place:
+            for number, piece in enumerate(self.pieces):
+                if number:
                     logits = self.source.logits_after(drafts, self.max_depth - drafts.shape[1])
                 dist = self.probs(logits[:, :piece])  # [B, M, V]
                 drawn = likeliest(dist) if self.greedy else categorical(dist, uniforms.draw(piece))

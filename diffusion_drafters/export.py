@@ -3,7 +3,7 @@ vLLM reads, and SpecForge's.
 
 speculators numbers states (state i is the i-th layer's output) and orders a drafter's own tokens by
 the target's ids. Our table of pairs is DSpark's vanilla Markov head with a single row for all
-tokens that the drafter lacks; the export repeats that row for each of them.
+tokens that the drafter lacks; the export repeats that row for each such token.
 
 Shape letters: C width, R rank, V vocabulary, v the drafter's.
 """
@@ -29,7 +29,7 @@ from specmm.loading.checkpoints import State, embeddings_of, fingerprint, write_
 
 def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> None:
     """Write the drafter in ``folder`` of the ``target`` model as speculators' ``dflash``, or as
-    ``dspark`` where a draft depends on the drafts before it.
+    ``dspark`` if a draft depends on the drafts before it.
 
     Raises ``ValueError`` for a drafter that those formats cannot describe or that was trained for
     another target.
@@ -42,11 +42,11 @@ def to_speculators(folder: Path, target: PreTrainedModel, out: Path) -> None:
 
 
 def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
-    """The Markov head of ``config`` in DSpark's terms; None where it is a plain DFlash.
+    """The Markov head of ``config`` in DSpark's terms; None for a plain DFlash.
 
-    Raises ``ValueError`` naming what speculators' layout has no field for.
+    Raises ``ValueError`` naming parts for which speculators' layout has no field.
     """
-    lacks = {
+    parts = {
         "a memory along the block (recurrent_size)": bool(config.recurrent),
         "a Domino head": config.head is not None and config.head.kind == "domino",
         "windows that move along a block": bool(config.reaches),
@@ -54,21 +54,22 @@ def _as_dspark(config: DFlashConfig, layers: int) -> HeadSizes | None:
         and layers - 1 in config.layers,
         "a confidence head without a Markov head": bool(config.confidence) and not config.head,
     }
-    if found := [name for name, without in lacks.items() if without]:
+    if lacking := [name for name, present in parts.items() if present]:
         raise ValueError(
-            f"speculators' dflash and dspark have no field for {', '.join(found)}, got a drafter "
+            f"speculators' dflash and dspark have no field for {', '.join(lacking)}, got a drafter "
             "with it; export one without"
         )
     return HeadSizes("vanilla", config.markov) if config.markov else config.head
 
 
 def _facts(model: DFlash, target: PreTrainedModel, head: HeadSizes | None) -> dict[str, Any]:
+    """The ``config.json`` of a speculators folder for ``model``."""
     config = model.config
     algorithm = "dflash" if head is None else "dspark"
-    own = {} if head is None else {"markov_rank": head.size, "markov_head_type": head.kind}
+    head_facts = {} if head is None else {"markov_rank": head.size, "markov_head_type": head.kind}
     if head is not None:
-        own["enable_confidence_head"] = bool(config.confidence)
-        own["confidence_head_with_markov"] = config.confidence == "markov"
+        head_facts["enable_confidence_head"] = bool(config.confidence)
+        head_facts["confidence_head_with_markov"] = config.confidence == "markov"
     return {
         "architectures": [f"{'DFlash' if head is None else 'DSpark'}Speculator"],
         "speculators_model_type": algorithm,
@@ -82,7 +83,7 @@ def _facts(model: DFlash, target: PreTrainedModel, head: HeadSizes | None) -> di
         "sample_from_anchor": config.anchor,
         "target_hidden_size": None,
         "target_fingerprint": fingerprint(embeddings_of(target)),
-        **own,
+        **head_facts,
     }
 
 
@@ -94,15 +95,15 @@ def _layer(config: DFlashConfig) -> dict[str, Any]:
 
 def _state(model: DFlash, target: PreTrainedModel) -> State:
     """The weights by speculators' names, the drafter's tokens in the order of the target's ids."""
-    kept = model.state_dict()
-    state = {name: x for name, x in kept.items() if not name.startswith(("markov.", "d2t"))}
+    weights = model.state_dict()
+    state = {name: x for name, x in weights.items() if not name.startswith(("markov.", "d2t"))}
     ids = model.ids
     order = torch.arange(model.config.sizes.vocab_size) if ids is None else ids.argsort()
     if ids is not None:
         state |= _tables(ids[order], model.config.sizes.vocab_size)
         head: Any = target.get_output_embeddings()
-        own = head.weight[ids] if model.lm_head is None else model.lm_head.weight
-        state[OWN_HEAD] = own[order].detach()
+        head_weight = head.weight[ids] if model.lm_head is None else model.lm_head.weight
+        state[OWN_HEAD] = head_weight[order].detach()
     if model.markov is not None:
         state["markov_head.markov_w1.weight"] = model.markov.before.weight[model.t2d]
         state["markov_head.markov_w2.weight"] = model.markov.after.weight[order]
@@ -113,9 +114,9 @@ def _state(model: DFlash, target: PreTrainedModel) -> State:
 
 def _tables(ids: Tensor, vocabulary: int) -> State:
     """``d2t`` [v] and ``t2d`` [V] of ascending ``ids`` [v]."""
-    known = torch.zeros(vocabulary, dtype=torch.bool)
-    known[ids] = True
-    return {"d2t": ids - torch.arange(len(ids)), "t2d": known}
+    drafted = torch.zeros(vocabulary, dtype=torch.bool)
+    drafted[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": drafted}
 
 
 def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:
@@ -135,9 +136,9 @@ def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:
         "a confidence head": bool(config.confidence),
         "drafts at the anchor": config.anchor,
     }
-    if found := [name for name, without in lacks.items() if without]:
+    if lacking := [name for name, without in lacks.items() if without]:
         raise ValueError(
-            f"SpecForge's DFlash has no field for {', '.join(found)}, got a drafter with it; "
+            f"SpecForge's DFlash has no field for {', '.join(lacking)}, got a drafter with it; "
             "export speculators, or one without"
         )
     layers = len(target_layers(target))
@@ -155,5 +156,5 @@ def to_specforge(folder: Path, target: PreTrainedModel, out: Path) -> None:
 
 
 def target_layers(target: PreTrainedModel) -> range:
-    """The numbers of the layers of ``target``."""
+    """The indices of all layers of ``target``."""
     return range(int(target.config.get_text_config(decoder=True).num_hidden_layers))

@@ -6,8 +6,8 @@ arXiv 2510.02358, equations 7 and 9). Causal-consistency path search maximises (
     S(path) = Σ weight · log q_i(token) + (1 - weight) · log p_proxy(token | prefix, path before).
 
 A path is a deterministic function of the prefix: verify it as point masses. S is a sum of negative
-terms, so if a path may end early, ending at once often is best. Drafts therefore take the end
-token's place from the block, and search the best path of exactly the tokens before it.
+terms, so if a path could end early, ending at once would often be best. The end token's position is
+therefore taken from the block, and the search fixes the number of tokens before it.
 
 Shape letters: K block, V vocabulary.
 """
@@ -34,7 +34,7 @@ TIE = 10.0**-SAME
 @dataclass(frozen=True)
 class Lattice:
     """Each position's candidate ``tokens``, likeliest first, and their ``scores``
-    (log-probabilities, nats); ``likeliest`` are the tokens that the block alone prefers.
+    (log-probabilities, nats). ``likeliest``: the block's likeliest token at each position.
     """
 
     tokens: list[list[int]]
@@ -52,14 +52,14 @@ class Lattice:
         """The lattice without ``token``, up to the first position that has no other candidate."""
         if not any(token in row for row in self.tokens):
             return self
-        kept = [[i for i, t in enumerate(row) if t != token] for row in self.tokens]
-        stop = next((i for i, row in enumerate(kept) if not row), len(kept))
-        tokens = [[self.tokens[i][j] for j in kept[i]] for i in range(stop)]
-        scores = [[self.scores[i][j] for j in kept[i]] for i in range(stop)]
+        columns = [[i for i, t in enumerate(row) if t != token] for row in self.tokens]
+        stop = next((i for i, row in enumerate(columns) if not row), len(columns))
+        tokens = [[self.tokens[i][j] for j in columns[i]] for i in range(stop)]
+        scores = [[self.scores[i][j] for j in columns[i]] for i in range(stop)]
         return Lattice(tokens, scores, self.likeliest[:stop])
 
     def before(self, end: int | None) -> int:
-        """Positions in front of the first whose likeliest token is ``end`` (all if none is)."""
+        """The number of positions before the first whose likeliest token is ``end``, if any."""
         return self.likeliest.index(end) if end in self.likeliest else len(self)
 
 
@@ -67,9 +67,9 @@ def prune(log_probs: Tensor, tau: float = 0.8, most: int = 15) -> Lattice:
     """The lattice of ``log_probs`` [K, V]: the fewest likeliest tokens with mass ``tau``, at most
     ``most``.
 
-    Equal tokens are taken by number. ``tau`` 1 keeps ``most`` everywhere. Tokens of no probability
-    are never offered, and the lattice ends in front of a position that has no others. Raises
-    ``ValueError`` for options out of range.
+    Ties are broken by id. ``tau`` 1 keeps ``most`` tokens everywhere. Tokens of zero probability
+    are left out, and the lattice ends before a position without other tokens. Raises ``ValueError``
+    for options out of range.
     """
     if not 0 < tau <= 1 or most < 1:
         raise ValueError(f"tau must be in (0, 1] and most at least 1, got {tau} and {most}")
@@ -151,7 +151,7 @@ class Objective:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """The prefix's last tokens, as many as the proxy can read."""
+        """The last tokens of the prefix, as many as the proxy reads."""
         return tuple(self.prefix[max(len(self.prefix) - self.proxy.order + 1, 0) :])
 
     def scores(
@@ -163,11 +163,11 @@ class Objective:
         if not rest:
             return [before + score for before, _, _ in paths for score in block]
         causal = self.proxy.log_probs([read for _, _, read in paths], tokens)
-        found: list[float] = []
+        scores: list[float] = []
         for (before, _, _), row in zip(paths, causal, strict=True):
             pairs = zip(block, row, strict=True)
-            found += [before + score + rest * proxy for score, proxy in pairs]
-        return found
+            scores += [before + score + rest * proxy for score, proxy in pairs]
+        return scores
 
 
 def beam_path(lattice: Lattice, objective: Objective, width: int = 3) -> Path:
@@ -193,20 +193,20 @@ def _grown(
     block: Sequence[float],
     count: int,
 ) -> list[OpenPath]:
-    """The ``count`` best of ``going`` with one of ``tokens`` after, and those as good as the last.
+    """The ``count`` best of the paths ``going``, each with one of ``tokens`` appended, and ties.
 
-    Other paths are never made.
+    Paths with worse scores are never built.
     """
     scores = objective.scores(going, tokens, block)
     read = objective.proxy.order - 1
     worst = sorted(scores)[-count:][0] - TIE
-    found: list[OpenPath] = []
+    longer: list[OpenPath] = []
     for i, score in enumerate(scores):
         if score >= worst:
             _, path, context = going[i // len(tokens)]
             token = tokens[i % len(tokens)]
-            found.append((score, (*path, token), (*context, token)[-read:] if read else ()))
-    return found
+            longer.append((score, (*path, token), (*context, token)[-read:] if read else ()))
+    return longer
 
 
 def _rank(path: OpenPath) -> tuple[float, tuple[int, ...]]:

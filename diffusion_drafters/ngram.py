@@ -26,8 +26,8 @@ Gram = tuple[int, ...]
 
 
 class SeenAfter(NamedTuple):
-    """After a context: log-probabilities (nats) of the tokens seen there, and the negative addition
-    ``less`` to the log-probabilities of all others after the shorter context.
+    """After a context: log-probabilities (nats) of the tokens seen there, and ``less`` ≤ 0, which
+    is added to the shorter context's log-probabilities of all other tokens.
     """
 
     logs: dict[int, float]
@@ -38,7 +38,7 @@ class NGram:
     """Counts by n-gram, of every length up to ``order``, over ``vocabulary`` tokens; made by
     :func:`specmm.recipes.diffusion.fit_proxy`.
 
-    All logarithms are taken beforehand: a path search needs tens of thousands a second.
+    All logarithms are precomputed: a path search needs tens of thousands a second.
     """
 
     def __init__(self, order: int, vocabulary: int, counts: dict[Gram, int]) -> None:
@@ -67,8 +67,8 @@ class NGram:
         share = 1 / (sum(counts.values()) + len(counts))
         back = share * len(counts)
         shorter = self._log_probs(context[1:], list(counts), self._unigram_logs(counts))
-        found = zip(counts.items(), shorter, strict=True)
-        logs = {token: log(count * share + back * exp(less)) for (token, count), less in found}
+        pairs = zip(counts.items(), shorter, strict=True)
+        logs = {token: log(count * share + back * exp(less)) for (token, count), less in pairs}
         return SeenAfter(logs, log(back))
 
     def log_probs(
@@ -83,15 +83,15 @@ class NGram:
     def _unigram_logs(self, tokens: Iterable[int]) -> list[float]:
         return list(map(self.unigrams.get, tokens, repeat(self.unseen)))
 
-    def _log_probs(self, read: Gram, tokens: Sequence[int], found: Iterable[float]) -> list[float]:
-        """Log-probabilities of ``tokens`` after ``read``, from those ``found`` without context."""
+    def _log_probs(self, read: Gram, tokens: Sequence[int], scores: Iterable[float]) -> list[float]:
+        """Log-probabilities of ``tokens`` after ``read``; ``scores``: those without context."""
         for start in range(len(read) - 1, -1, -1):
             after = self.after.get(read[start:])
             if after is None:
                 break  # nor was anything longer seen
             logs, less = after
-            found = map(logs.get, tokens, [less + shorter for shorter in found])
-        return list(found)
+            scores = map(logs.get, tokens, [less + shorter for shorter in scores])
+        return list(scores)
 
     def save(self, file: str | Path) -> None:
         """Write one safetensors file: n-grams [G, n] and counts [G] for each length n."""

@@ -1,9 +1,9 @@
 """Sources of blocks: a diffusion language model that reads tokens, a DFlash drafter that reads
 hidden states.
 
-A source returns logits over the target's vocabulary, over the drafter's part of it, or the inputs
-from which ``next_logits`` computes such logits. Tokens that the two do not share are masked before
-any softmax.
+A source returns logits over the target's vocabulary or the drafter's part of it, or the inputs from
+which ``next_logits`` computes such logits. Tokens that drafter and target do not share are masked
+before any softmax.
 
 Shape letters: B batch, K block, S width of a place (logits, or inputs for them), M drafted tokens,
 N tree nodes, P prefix positions, F layers read, C width, R size of a memory, v the drafter's
@@ -30,7 +30,7 @@ from specmm.hf.models.target import VLMTarget
 
 
 class NextLogits(Protocol):
-    """Makes logits of a place of a block, given the token drafted before it."""
+    """Computes the logits of a place of a block, given the previously drafted token."""
 
     def __call__(
         self, place: Tensor, before: Tensor, memory: Tensor | None
@@ -38,7 +38,7 @@ class NextLogits(Protocol):
         """Logits [..., v] of ``place`` [..., S] after the target's tokens ``before`` [...], and the
         memory [..., R] for the next place, if the drafter has one.
 
-        ``memory`` is the one returned for those tokens' own place (None: the block's first).
+        ``memory`` is the one returned for the previous place (None at the block's first place).
         """
 
 
@@ -73,10 +73,10 @@ class BlockSource(Protocol):
 
 class DiffusionSource:
     """A diffusion language model for ``target`` that reads all tokens again in each round, or as
-    many of the last ones as it has room for.
+    many of the latest tokens as it has room for.
 
-    ``translation`` maps the target's tokens to the model's (None: the same ones); without one, a
-    ``ValueError`` is raised when the vocabularies differ by more than padding.
+    ``translation`` maps the target's tokens to the model's (None: they are the same). Raises
+    ``ValueError`` without one if the vocabularies differ by more than padding.
     """
 
     longest: int | None = None
@@ -120,16 +120,16 @@ class DiffusionSource:
             lengths = lengths + count
         ragged = bool((lengths != tokens.shape[1]).any())
         read = self.translation.to_drafter(tokens)
-        found = block_logits(self.model, read, block, lengths if ragged else None)
-        return self.translation.from_drafter(found)
+        logits = block_logits(self.model, read, block, lengths if ragged else None)
+        return self.translation.from_drafter(logits)
 
     def latest(self, row: int, count: int) -> list[int]:
-        """The last ``count`` tokens of a row at most, the root last."""
+        """At most the last ``count`` tokens of a row, ending with the root."""
         stop = int(self.history.lengths[row])
         return self.history.tokens[row, max(stop - count, 0) : stop].tolist()
 
     def _window(self, most: int) -> tuple[Tensor, Tensor]:
-        """The last ``most`` tokens of each row at most [B, P], right-padded, and counts [B]."""
+        """Each row's last tokens, at most ``most`` [B, P], right-padded, and their counts [B]."""
         lengths = self.history.lengths.clamp(max=most)
         first = self.history.lengths - lengths
         order = torch.arange(int(lengths.max()), device=lengths.device)
@@ -143,14 +143,14 @@ def shared_tokens(
 
     Raises ``ValueError`` for None if the vocabularies differ by more than padding.
     """
-    found = translation or Translation.same(vocabulary, target.family.vocabulary)
-    masks = (found.ids == mask).nonzero()[:, 0].tolist()
-    found.ban([*masks, *target.image_tokens])
-    return found
+    shared = translation or Translation.same(vocabulary, target.family.vocabulary)
+    masks = (shared.ids == mask).nonzero()[:, 0].tolist()
+    shared.ban([*masks, *target.image_tokens])
+    return shared
 
 
 def end_token(translation: Translation, end: int | None) -> int | None:
-    """The target's token for the drafter's ``end``; None where there is none."""
+    """The target's token for the drafter's ``end``; None if there is none."""
     if end is None:
         return None
     same = ((translation.ids == end) & translation.shared).nonzero()
@@ -214,13 +214,13 @@ class DFlashSource:
     def start_row(self, row: int) -> None:
         """See :class:`BlockSource`; the prompt's last token is read in the next round."""
         context = read_of(self.target.started)
-        alone = copy.copy(self.model)
-        del alone.cache  # which is the batch's
-        alone.begin(1, context.shape[1], 1)
-        alone.read_prompt(context, self.target.started.prompt.lengths)
-        alone.cache.lengths -= 1
+        row_model = copy.copy(self.model)
+        del row_model.cache  # which is the batch's
+        row_model.begin(1, context.shape[1], 1)
+        row_model.read_prompt(context, self.target.started.prompt.lengths)
+        row_model.cache.lengths -= 1
         self.model.cache.widen(self.target.cache.size.capacity)
-        self.model.cache.take(row, alone.cache)
+        self.model.cache.take(row, row_model.cache)
 
     def join(self) -> None:
         """Add a row at the end, which is then started."""
@@ -233,7 +233,7 @@ class DFlashSource:
         self.model.cache.leave(row)
 
     def absorb(self, feedback: Feedback) -> None:
-        """Read the states of a round in which it did not draft."""
+        """Read the committed states of a round that was drafted by another drafter."""
         assert feedback.result is not None
         self.model.read(feedback.kept_hidden(), feedback.result.kept)
 
@@ -250,7 +250,7 @@ class DFlashSource:
         return self.places(self.model.draft(self.embed(ids))[:, first : block + first])
 
     def places(self, states: Tensor) -> Tensor:
-        """Places [..., S] (logits, or inputs for them) from the ``states`` [..., C] of drafts."""
+        """Logits, or inputs for them, [..., S] from the ``states`` [..., C] of drafts."""
         if self.model.recurrent is not None:
             return self.model.recurrent.places(states)
         head = self.model.markov_head
@@ -265,22 +265,22 @@ class DFlashSource:
         self, place: Tensor, before: Tensor, memory: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See :class:`NextLogits`: with our memory ``place`` holds a state, otherwise logits and
-        the inputs of a release's heads.
+        what a release's heads have ``read`` there.
         """
         if self.model.recurrent is not None:
             assert self.token_table is not None
             tokens = F.embedding(before, self.token_table)
             state, memory = self.model.recurrent(place, tokens, memory)
             place = self._scored(state)
-        place, rest = place.tensor_split([self.vocabulary.count], dim=-1)
+        logits, read = place.tensor_split([self.vocabulary.count], dim=-1)
         head = self.model.markov_head
         if head is not None:
-            read = self.embed(before) if isinstance(head, DominoHead) else before
-            added, memory = head(rest.to(self.dtype), read, memory)
-            place = place + added.float()
+            tokens = self.embed(before) if isinstance(head, DominoHead) else before
+            added, memory = head(read.to(self.dtype), tokens, memory)
+            logits = logits + added.float()
         if self.model.markov is not None:
-            place = place + self.model.pairs(before).float()
-        return place, memory
+            logits = logits + self.model.pairs(before).float()
+        return logits, memory
 
 
 def read_of(target: VLMTarget) -> Tensor:

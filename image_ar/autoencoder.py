@@ -1,6 +1,6 @@
 """VQGAN's autoencoder under the official parameter names, and LlamaGen's VQ tokenizer.
 
-MAR's KL-16 and VAR's VQVAE are built of the same blocks; LlamaGen gives them other names.
+MAR's KL-16 and VAR's VQVAE use the same blocks; LlamaGen names their weights differently.
 
 Sources: VQGAN (arXiv 2012.09841), latent diffusion (arXiv 2112.10752), LlamaGen (arXiv 2406.06525),
 which normalises its codebook. Shape letters: B batch, C channels, R image side, h latent side
@@ -106,9 +106,7 @@ class Stack:
 
 
 class ResLevel(nn.Module):
-    """Level ``i`` of a stack: residual blocks, each followed by attention if there is any, then a
-    resampling.
-    """
+    """Level ``i`` of a stack: residual blocks, each with optional attention, then a resampling."""
 
     def __init__(
         self, stack: Stack, i: int, c_in: int, c_out: int, resample: Literal["down", "up", ""]
@@ -160,7 +158,8 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     """Features [B, latent, h, h] -> images [B, 3, R, R].
 
-    Levels are numbered from full resolution down, the last runs first; LlamaGen's as they run.
+    Levels are numbered from full resolution down and run in reverse; LlamaGen numbers them in the
+    order in which they run.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -191,11 +190,11 @@ class Decoder(nn.Module):
 def to_uint8(images: Tensor) -> Tensor:
     """Pictures [B, R, R, 3] uint8 of decoder outputs [B, 3, R, R] (LlamaGen's rounding).
 
-    Raises ``ValueError`` for NaN or infinity, which would be black.
+    Raises ``ValueError`` for NaN or infinity, which would show as black.
     """
     if not bool(images.isfinite().all()):
         raise ValueError(
-            "pixels must be finite, got NaN or infinity from what decodes tokens, check its "
+            "pixels must be finite, got NaN or infinity from the decoder of tokens; check its "
             "weights or run it in float32"
         )
     return (127.5 * images.float() + 128).clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
@@ -220,16 +219,14 @@ class VQConfig:
         return int(2 ** (len(self.ch_mult) - 1))
 
     def stack(self, blocks: int) -> Stack:
-        """Its levels with ``blocks`` residual blocks each, the lowest with attention."""
+        """The levels of its encoder or decoder, with ``blocks`` residual blocks each."""
         lowest = [len(self.ch_mult) - 1]
         return Stack(self.ch, self.ch_mult, blocks, self.z_channels, lowest, llamagen=True)
 
 
 @dataclass
 class VQCodes:
-    """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], two
-    scalar losses.
-    """
+    """A quantised batch: ``codes`` [B, E, h, h] (straight-through), ``indices`` [B, h, h], loss."""
 
     codes: Tensor
     indices: Tensor

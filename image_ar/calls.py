@@ -54,11 +54,12 @@ def check_call(output_type: str, batch_size: int, each: int, return_dict: bool) 
         )
 
 
-def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for arguments of other pipelines ``given`` to ``pipe`` that would change
-    its pictures, and ``TypeError`` for names that are neither theirs nor ``known`` here.
+def refuse_elsewhere(pipe: Any, known: Iterable[str], options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``options`` hold an argument of another diffusers pipeline that would
+    change the pictures of ``pipe``, and ``TypeError`` for a name that neither diffusers nor
+    ``known`` has.
     """
-    for name, value in given.items():
+    for name, value in options.items():
         if name in ("height", "width"):
             if value is not None and not (isinstance(value, Real) and value == pipe.side):
                 raise ValueError(
@@ -71,12 +72,12 @@ def refuse_elsewhere(pipe: Any, known: Iterable[str], given: Mapping[str, Any]) 
             raise ValueError(f"{name} must be None for {pipe.name}, {WITHOUT[name]}")
 
 
-def check_saving(given: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for arguments of diffusers' ``save_pretrained`` that mean other files
-    than are written, and ``TypeError`` for unknown ones.
+def check_saving(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for arguments of diffusers' ``save_pretrained`` that ask for files of
+    another form than ours, and ``TypeError`` for unknown arguments.
     """
     usual = {"safe_serialization": True, "variant": None, "push_to_hub": False}
-    for name, value in given.items():
+    for name, value in options.items():
         if name not in (*usual, "max_shard_size"):
             raise TypeError(str(unknown("argument", name, ("dtype", *usual), OPTION)))
         if name in usual and value != usual[name]:
@@ -87,8 +88,8 @@ def check_saving(given: Mapping[str, Any]) -> None:
 
 
 def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> Tell | None:
-    """The function that tells diffusers' ``callback`` of each round of ``pipe``, with the
-    ``inputs`` that it asked for (None: all).
+    """A function that calls diffusers' ``callback`` after each round of ``pipe`` with the tensors
+    named by ``inputs`` (None: all).
 
     Raises ``ValueError`` for a callback that cannot be called, and for unknown inputs.
     """
@@ -112,8 +113,8 @@ def told(pipe: Any, callback: Callback | None, inputs: Sequence[str] | None) -> 
 
 
 class SoFar(NamedTuple):
-    """A batch after a round: the ``fewest`` tokens (or scales) that a picture has, how many
-    ``pictures`` that is worth in all, and the ``tokens`` of all, ``NOT_DRAWN`` where none is yet.
+    """A batch after a round: the ``fewest`` tokens (or scales) drawn of any picture, the tokens
+    drawn in all as a number of ``pictures``, and all ``tokens`` (``NOT_DRAWN`` where none is yet).
     """
 
     fewest: int
@@ -123,69 +124,69 @@ class SoFar(NamedTuple):
 
 @dataclass(frozen=True)
 class PicturesSoFar:
-    """Event for watchers within a call: the pictures' worth of tokens that it has drawn."""
+    """Event for watchers within a call: the tokens drawn so far, as a number of pictures."""
 
     pictures: float
 
 
 @dataclass
 class Watch:
-    """What ``pipe`` does after each round of a batch: call the user's function, move the bar, and
-    look whether the user has interrupted.
+    """Runs after each round of a batch of ``pipe``: calls the user's callback, moves the progress
+    bar, and checks whether the user has interrupted.
     """
 
     pipe: Any
     tell: Tell | None
     move: Callable[[float], object] | None  # with the pictures' worth drawn of a batch
-    moved: float = 0.0
+    moved: float = 0.0  # when the bar last moved, by ``perf_counter``
 
     def __call__(self, round_: int, so_far: Callable[..., SoFar], *of: Any) -> bool:
-        """Whether the user has interrupted; ``so_far(*of)`` is asked only where somebody looks."""
+        """Whether the user has interrupted; ``so_far(*of)`` is called only if a callback asks."""
         due = self.move is not None and time.perf_counter() - self.moved > OFTEN
         if due or self.tell is not None:
-            found = so_far(*of)
+            partial = so_far(*of)
             if self.move is not None and due:
                 self.moved = time.perf_counter()
-                self.move(found.pictures)
+                self.move(partial.pictures)
             if self.tell is not None:
-                self.tell(round_, found.fewest, {"tokens": found.tokens})
+                self.tell(round_, partial.fewest, {"tokens": partial.tokens})
         return bool(self.pipe._interrupt)
 
 
-def negatives_of(given: str | Sequence[str] | None, count: int) -> list[str | None]:
-    """The negative prompt of each of ``count`` prompts: the one text ``given``, or its own.
+def negatives_of(negative: str | Sequence[str] | None, count: int) -> list[str | None]:
+    """The negative prompt of each of ``count`` prompts: ``negative`` if it is one text, else one of
+    its ``count`` texts each.
 
     Raises ``ValueError`` for another number of texts and for values that are not texts.
     """
-    if given is None or isinstance(given, str):
-        return [given] * count
-    found: list[str | None] = [*texts_of("negative_prompt", given)]
-    if len(found) != count:
+    if negative is None or isinstance(negative, str):
+        return [negative] * count
+    negatives: list[str | None] = [*texts_of("negative_prompt", negative)]
+    if len(negatives) != count:
         raise ValueError(
             f"negative_prompt must be one text or one for each of the {count} prompts, got "
-            f"{len(found)}"
+            f"{len(negatives)}"
         )
-    return found
+    return negatives
 
 
 def listed(classes: Classes) -> list[Any]:
     """One class or several, of any type, as a list."""
     if isinstance(classes, Tensor | np.ndarray):
-        found = classes.tolist()  # a number where there are no dimensions
-        return found if isinstance(found, list) else [found]
+        items = classes.tolist()  # a number where there are no dimensions
+        return items if isinstance(items, list) else [items]
     if isinstance(classes, str) or not isinstance(classes, Sequence):
         return [classes]
     return list(classes)
 
 
 def class_ids(wanted: Sequence[str | int], names: Sequence[str], count: int) -> list[int]:
-    """Ids of class names or ids (also as text, "3"); raises ``ValueError`` with a suggestion for an
-    unknown one.
-    """
+    """Ids of class names or ids (``"3"``, too); ``ValueError`` with a suggestion for others."""
     return [_class_id(item, names, count) for item in wanted]
 
 
 def _class_id(item: object, names: Sequence[str], count: int) -> int:
+    """The id of a class, by its name or number; raises ``ValueError`` for an unknown one."""
     if isinstance(item, str) and not item.isdecimal():
         if item not in names:
             raise unknown("class", item, names)
@@ -201,21 +202,22 @@ def _class_id(item: object, names: Sequence[str], count: int) -> int:
 
 
 def labels_of(pipe: Any, wanted: Classes | None, repeats: int = 1) -> Tensor:
-    """Labels that ``pipe`` draws for ``wanted`` classes, ``repeats`` of each; raises ``ValueError``
-    for none and as :func:`class_ids`.
+    """Class ids that ``pipe`` draws for ``wanted`` classes, ``repeats`` of each; raises
+    ``ValueError`` for no class and as :func:`class_ids` does.
     """
-    each = [] if wanted is None else listed(wanted)
-    if not each:
+    named = [] if wanted is None else listed(wanted)
+    if not named:
         raise ValueError("classes must name at least one class, got none")
-    ids = class_ids(each, pipe.settings.classes, pipe.transformer.config.num_classes)
+    ids = class_ids(named, pipe.settings.classes, pipe.transformer.config.num_classes)
     return torch.tensor(ids, device=pipe.device).repeat_interleave(repeats)
 
 
 def pictures_as(output_type: str, drawn: Sequence[Tensor], tokens: Tensor) -> Pictures:
-    """Pictures ``drawn`` [N, R, R, 3] uint8 in parts, as diffusers gives them: "pil" as images,
-    "np" float32 [N, R, R, 3] and "pt" float32 [N, 3, R, R] in [0, 1], "uint8" as arrays.
+    """Pictures ``drawn`` [N, R, R, 3] uint8 (a list of batches) in the ``output_type`` of
+    diffusers: "pil" as images, "np" float32 [N, R, R, 3] and "pt" float32 [N, 3, R, R] in [0, 1],
+    "uint8" as arrays.
 
-    "latent", which has no pixels, gives the ``tokens``.
+    "latent" gives the ``tokens`` instead of pixels.
     """
     if output_type == "latent":
         return tokens

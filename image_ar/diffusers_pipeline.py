@@ -23,10 +23,10 @@ from specmm.image_ar.pipeline import ImagePipeline
 
 
 class FamilyPipeline(DiffusionPipeline, nn.Module):  # type: ignore[misc]  # modules get a dtype
-    """Stands for the pipeline of a model's family until the folder says which it is."""
+    """Placeholder until the folder says which family's pipeline it holds."""
 
     def __new__(cls, opened: Any, method: Any = None) -> Any:
-        """``opened`` itself, which calls run by ``method``."""
+        """``opened`` itself, with ``method`` as its default method."""
         if method is not None:
             opened.method = methods.make(opened.registry, method)
         return opened

@@ -1,7 +1,7 @@
-"""Files of image models: settings beside them, configurations, and weights as modules and back.
+"""Reads and writes the files of image models: settings, configurations and weights.
 
-Sizes come from a ``config.json`` beside the weights, else from the shapes of the weights, as far as
-these tell. What is written has the official parameter names.
+Sizes come from a ``config.json`` beside the weights, else from the weights' shapes where these
+determine them. Written files have the official parameter names.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def with_options(settings: T, **options: object) -> T:
-    """``settings`` with every option that is not None in place of its own."""
-    given = {k: v for k, v in options.items() if v is not None}
-    return replace(settings, **given)
+    """``settings`` with each option that is not None replaced."""
+    chosen = {k: v for k, v in options.items() if v is not None}
+    return replace(settings, **chosen)
 
 
 def read_settings(kind: type[T], folder: Path) -> T:
@@ -53,11 +53,11 @@ def read_settings(kind: type[T], folder: Path) -> T:
     file = folder / SETTINGS
     if not file.exists():
         return kind()
-    found = read_json(file)
-    known = _names(kind)
-    for key in found.keys() - set(known):
-        raise unknown(f"setting in {file}", key, known)
-    return kind(**{key: _frozen(value) for key, value in found.items()})
+    settings = read_json(file)
+    names = _names(kind)
+    for key in settings.keys() - set(names):
+        raise unknown(f"setting in {file}", key, names)
+    return kind(**{key: _frozen(value) for key, value in settings.items()})
 
 
 def write_settings(settings: DataclassInstance, folder: Path) -> None:
@@ -66,9 +66,7 @@ def write_settings(settings: DataclassInstance, folder: Path) -> None:
 
 
 def write_index(family: str, folder: Path) -> None:
-    """Write the ``family`` of the model in ``folder``, by which it is opened, and the file that
-    diffusers opens it by.
-    """
+    """Write the index in ``folder``: the model's ``family``, and the code for diffusers."""
     index = {"_class_name": OPENED_BY, "_specmm_version": __version__, "family": family}
     (folder / "model_index.json").write_text(json.dumps(index, indent=1) + "\n")
     opener = Path(__file__).with_name("diffusers_pipeline.py").read_bytes()
@@ -98,9 +96,9 @@ def load_module(
     config = config or read_config(path, kind) or infer(state, source=path)
     with WithoutWeights():
         model = make(config)
-    wanted = chosen_dtype(dtype, model)
-    load_strict(model, state, leftovers, path, wanted)
-    return model.to(wanted).eval()
+    weights_dtype = chosen_dtype(dtype, model)
+    load_strict(model, state, leftovers, path, weights_dtype)
+    return model.to(weights_dtype).eval()
 
 
 def save_module(model: Any, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -115,18 +113,18 @@ def read_config(path: str | Path, kind: type[T]) -> T | None:
     """The ``kind`` of configuration in the ``config.json`` beside ``path``'s weights; None when
     there is none.
 
-    A file of another program (LANTERN's, a hub's) has no ``model`` of ours in it and counts as
-    none. Raises ``ValueError`` for one of ours that is not JSON, describes another kind of model or
+    A file that another program wrote (LANTERN, a hub) lacks our ``model`` entry and counts as none.
+    Raises ``ValueError`` for a file of ours that is not JSON, describes another kind of model or
     holds unknown names.
     """
     file = weights_file(path).with_name("config.json")
     sizes = read_json(file) if file.is_file() else {}
     if not str(sizes.get("model", "")).endswith("Config"):
         return None
-    found = sizes.pop("model")
-    if found != kind.__name__:
+    model = sizes.pop("model")
+    if model != kind.__name__:
         raise ValueError(
-            f"{file} must describe a {kind.__name__}, got a {found}, point to the right folder"
+            f"{file} must describe a {kind.__name__}, got a {model}, point to the right folder"
         )
     strange = sizes.keys() - set(_names(kind))
     if strange:
@@ -145,19 +143,19 @@ def shape_of(state: Mapping[str, Tensor], key: str, source: str | Path) -> torch
 
 def count(state: Mapping[str, Tensor], pattern: str) -> int:
     """One more than the largest number that ``pattern`` finds at the start of a name."""
-    found = (re.match(pattern, key) for key in state)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    matches = (re.match(pattern, key) for key in state)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def stack_sizes(
     state: Mapping[str, Tensor], source: str | Path, levels: str = "down", block: str = "block"
 ) -> dict[str, Any]:
-    """``ch``, ``ch_mult`` and ``num_res_blocks`` of an autoencoder's ``state``, whose encoder calls
-    its ``levels`` and their residual ``block``s so.
+    """``ch``, ``ch_mult`` and ``num_res_blocks`` from an autoencoder's ``state``; ``levels`` and
+    ``block`` are the names of its encoder's levels and residual blocks.
     """
     ch = shape_of(state, "encoder.conv_in.weight", source)[0]
-    each = range(count(state, rf"encoder\.{levels}\.(\d+)\."))
-    names = [f"encoder.{levels}.{i}.{block}.0.conv1.weight" for i in each]
+    blocks = range(count(state, rf"encoder\.{levels}\.(\d+)\."))
+    names = [f"encoder.{levels}.{i}.{block}.0.conv1.weight" for i in blocks]
     return {
         "ch": ch,
         "ch_mult": tuple(shape_of(state, name, source)[0] // ch for name in names),
@@ -165,16 +163,16 @@ def stack_sizes(
     }
 
 
-def check_shared(said: str, shared: Mapping[str, Sequence[str]], ours: Any, theirs: Any) -> None:
-    """Raise ``ValueError`` unless the configurations ``ours`` and ``theirs`` agree on ``shared``
-    facts, which are given by name, with the attribute in both, or the attributes in each.
+def check_shared(message: str, shared: Mapping[str, Sequence[str]], ours: Any, theirs: Any) -> None:
+    """Raise ``ValueError`` unless the configurations ``ours`` and ``theirs`` agree on all
+    ``shared`` facts: each fact's name with its attribute in both, or with the attribute in each.
 
-    ``said`` is the error's text, with a fact's ``{name}`` and its values ``{ours}``, ``{theirs}``.
+    ``message`` is the error's text, with a fact's ``{name}`` and values ``{ours}``, ``{theirs}``.
     """
     for name, attributes in shared.items():
-        both = getattr(ours, attributes[0]), getattr(theirs, attributes[-1])
-        if both[0] != both[1]:
-            raise ValueError(said.format(name=name, ours=both[0], theirs=both[1]))
+        values = getattr(ours, attributes[0]), getattr(theirs, attributes[-1])
+        if values[0] != values[1]:
+            raise ValueError(message.format(name=name, ours=values[0], theirs=values[1]))
 
 
 def _names(kind: type[DataclassInstance]) -> list[str]:
@@ -182,7 +180,7 @@ def _names(kind: type[DataclassInstance]) -> list[str]:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists of JSON as the tuples they were."""
+    """``value`` read from JSON, with lists turned back into tuples."""
     if isinstance(value, dict):
         return {k: _frozen(v) for k, v in value.items()}
     return tuple(_frozen(v) for v in value) if isinstance(value, list) else value

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ImageFamily:
-    """A family's ``…Pictures`` class and its module, its methods by name, and those that
+    """A family's ``…Pictures`` class and its module, its methods by name, and the methods that
     ``specmm bench`` compares by default.
     """
 
@@ -91,15 +91,15 @@ class ImagePipeline:
         a hub id, by its family's ``from_pretrained``.
 
         It runs on this machine's best device, in the fastest dtype there, unless ``device`` and
-        ``dtype`` (or ``torch_dtype``) say otherwise. ``drafter`` is what models of tokens draft
-        with where it is not in the folder, ``small`` the small model beside a MAR or a VAR,
-        ``text_encoder`` a LlamaGen's for prompts. Models of transformers take ``device_map``,
+        ``dtype`` (or ``torch_dtype``) say otherwise. ``drafter`` is a drafter for a token model if
+        its folder has none, ``small`` the small model for a MAR or a VAR, ``text_encoder`` a
+        LlamaGen's encoder of prompts. Models of transformers take ``device_map``,
         ``quantization_config`` and ``variant``. ``revision`` and ``cache_dir`` are a hub id's,
         ``file`` chooses one of a repository's models, ``download`` agrees to fetch more than a
         gigabyte. Raises ``ValueError`` for a model that cannot be found, fetched or read, and for
-        what its family does not take.
+        options that its family does not take.
         """
-        given = dict(
+        arguments = dict(
             device=device,
             dtype=dtype,
             torch_dtype=torch_dtype,
@@ -110,11 +110,13 @@ class ImagePipeline:
             quantization_config=quantization_config,
             variant=variant,
         )
-        options = {option: value for option, value in given.items() if value is not None}
+        options = {option: value for option, value in arguments.items() if value is not None}
         source = zoo.Source(file, revision, cache_dir, download)
         here = Path(str(name)).exists() or str(name) in zoo.pocket_models()
         if here and (file or revision):
-            raise ValueError(f"{name} is here: leave file and revision out, which are a hub's")
+            raise ValueError(
+                f"file and revision are for hub ids, got the local model {name}; leave them out"
+            )
         if source != zoo.USUAL and not here:
             name = zoo.fetched(str(name), source)
         return open_pictures(name, method, options, "of_diffusers")
@@ -140,13 +142,13 @@ def open_pictures(
         raise ValueError(f"{option} does not serve models such as {name}; leave it out")
     pipeline = getattr(shared, kind)(pictures)
     opened: PicturePipeline[Any] = pipeline.from_pretrained(name, method, **options)
-    given = {"model": name, **{option: options.get(option) for option in MODELS[1:]}}
-    opened.source = {k: str(v) for k, v in given.items() if isinstance(v, str | Path)}
+    named = {"model": name, **{option: options.get(option) for option in MODELS[1:]}}
+    opened.source = {k: str(v) for k, v in named.items() if isinstance(v, str | Path)}
     return opened
 
 
 def family_of(name: str | Path) -> ImageFamily:
-    """The family of a model; raises ``ValueError`` for one not found or of an unknown family.
+    """The family of a model; ``ValueError`` if the model is not found or its family unknown.
 
     Nothing is fetched for a model of several published files.
     """

@@ -1,8 +1,8 @@
-"""What a picture was drawn from, as a record in its file: enough to draw it again, bit for bit on
-the same machine.
+"""Records in picture files: all inputs of a picture, enough to draw it again, bit for bit on the
+same machine.
 
-Rounding depends on the pictures that are drawn together, so a record names them, too, unless they
-were drawn within ``batch_invariant()``.
+Rounding depends on the pictures of a batch, so a record names the whole batch, unless it was drawn
+within ``batch_invariant()``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import functools
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -41,19 +42,20 @@ SUM = "sum"  # the checksum's field
 FORMATS = {"png": "PNG", "webp": "WEBP", "jpeg": "JPEG"}
 MODELS = ("model", "drafter", "small", "text_encoder")  # by name
 OWN = ("class", "prompt", "negative_prompt", "seed")  # differ between the pictures of a call
+MIXED = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of autocast
 
 
 # ---- records of a call
 
 
 class Recorder:
-    """Makes the records of a call of ``pipe``, a picture pipeline, with the arguments ``given``."""
+    """Makes the records of a call of ``pipe``, a picture pipeline, with the arguments ``args``."""
 
-    def __init__(self, pipe: Any, given: Mapping[str, Any]) -> None:
+    def __init__(self, pipe: Any, args: Mapping[str, Any]) -> None:
         self.pipe = pipe
-        self.wanted = _wanted(pipe, given)
-        options = pipe.options_of({name: given[name] for name in pipe.sampling_options})
-        options |= {name: given[name] for name in pipe.call_options if name not in OWN}
+        self.wanted = _picture_fields(pipe, args)
+        options = pipe.options_of({name: args[name] for name in pipe.sampling_options})
+        options |= {name: args[name] for name in pipe.call_options if name not in OWN}
         options = {name: value for name, value in options.items() if value is not None}
         self.maker = made_by(pipe.source, pipe.files, options, pipe.transformer)
 
@@ -69,56 +71,86 @@ class Recorder:
     ) -> list[Record]:
         """The records of a ``part`` drawn together, ``rows`` at a time, ``padded`` or not."""
         pairs = zip(self.wanted[part], generators, strict=True)
-        asked = [{**one, "seed": generator.initial_seed()} for one, generator in pairs]
+        requests = [{**record, "seed": generator.initial_seed()} for record, generator in pairs]
         pipe = self.pipe
         invariant = self.maker["batch_invariant"] and not padded
+        invariant = invariant and not {"autocast", "float32_matmul"} & self.maker.keys()
         invariant = invariant and serves(pipe.dtype, pipe.device) and not method.one_generator
         # the total variation is measured on the whole batch
         claim = {k: v for k, v in certificate.as_dict().items() if k != "tv"}
-        found = []
-        for place, (one, quick) in enumerate(zip(asked, compiled, strict=True)):
-            among = {} if len(asked) == 1 else {"rows": rows, "place": place, "batch": asked}
+        records = []
+        for row, (record, quick) in enumerate(zip(requests, compiled, strict=True)):
+            among = {} if len(requests) == 1 else {"rows": rows, "place": row, "batch": requests}
             if invariant:  # a program rounds by its number of rows alone
                 among = {"rows": rows} if quick else {}
-            made = {"method": label(method), "compiled": quick, **self.maker}
-            found.append({**one, **made, "certificate": claim, **among})
-        return found
+            facts = {"method": label(method), "compiled": quick, **self.maker}
+            records.append({**record, **facts, "certificate": claim, **among})
+        return records
 
 
-def _wanted(pipe: Any, given: Mapping[str, Any]) -> list[Record]:
-    """The class or prompt of each picture of a call with the arguments ``given``."""
-    found: list[Record]
+def _picture_fields(pipe: Any, args: Mapping[str, Any]) -> list[Record]:
+    """The class or prompt of each picture of a call with the arguments ``args``."""
+    fields: list[Record]
     if pipe.takes == "prompt":
-        texts = texts_of("prompt", given["prompt"])
-        negatives = negatives_of(given.get("negative_prompt"), len(texts))
-        found = [
+        texts = texts_of("prompt", args["prompt"])
+        negatives = negatives_of(args.get("negative_prompt"), len(texts))
+        fields = [
             {"prompt": text} | ({} if negative is None else {"negative_prompt": negative})
             for text, negative in zip(texts, negatives, strict=True)
         ]
     else:
-        asked = given["class_labels"] if given["classes"] is None else given["classes"]
+        labels = args["class_labels"] if args["classes"] is None else args["classes"]
         names = pipe.settings.classes
-        ids = class_ids(listed(asked), names, pipe.transformer.config.num_classes)
-        found = [{"class": names[i] if i < len(names) else str(i)} for i in ids]
-    return [dict(one) for one in found for _ in range(given["num_images_per_prompt"])]
+        ids = class_ids(listed(labels), names, pipe.transformer.config.num_classes)
+        fields = [{"class": names[i] if i < len(names) else str(i)} for i in ids]
+    return [dict(record) for record in fields for _ in range(args["num_images_per_prompt"])]
 
 
 def made_by(source: Record, files: str, options: Record, network: nn.Module) -> Record:
-    """What results have in common: models by name and their files' digest, ``options`` of the call,
-    and everything that numbers of ``network`` depend on here and now.
+    """The facts that all results of a call share: the model's name and its files' digest, the
+    ``options`` of the call, and the machine, versions and settings on which numbers of ``network``
+    depend.
     """
     weight = next(network.parameters())
     return {
         **source,
         "files": files,
         "options": options,
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "dtype": _named(weight.dtype),
+        **_rounding(weight.device.type),
         "device": str(weight.device),
         "threads": in_use().count,
         "processor": processor(weight.device),
         "versions": versions(),
         "batch_invariant": any_invariant(),
     }
+
+
+def _rounding(kind: str) -> Record:
+    """The user's torch settings that change the rounding of products on a ``kind`` of device."""
+    facts = {}
+    if torch.is_autocast_enabled(kind):
+        facts["autocast"] = _named(torch.get_autocast_dtype(kind))
+    if (precision := torch.get_float32_matmul_precision()) != "highest":
+        facts["float32_matmul"] = precision
+    return facts
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def rounding(record: Record, kind: str) -> Iterator[None]:
+    """Context with the settings of torch that ``record`` tells of a ``kind`` of device."""
+    usual = torch.get_float32_matmul_precision()
+    mixed = record.get("autocast")
+    torch.set_float32_matmul_precision(record.get("float32_matmul", "highest"))
+    try:
+        with torch.autocast(kind, MIXED[mixed]) if mixed else nullcontext():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(usual)
 
 
 @functools.cache  # every call records them, and reading them takes milliseconds
@@ -128,7 +160,7 @@ def versions() -> dict[str, str]:
 
 
 def processor(device: torch.device) -> str:
-    """The kind of processor, by which products are rounded."""
+    """The kind of processor, on which the rounding of matrix products depends."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
@@ -136,8 +168,8 @@ def processor(device: torch.device) -> str:
 
 def maker_in(record: Record) -> Record:
     """The part of a ``record`` that pictures of one model and machine share."""
-    own = (*OWN, "method", "compiled", "certificate", "rows", "place", "batch", "inputs")
-    return {name: value for name, value in record.items() if name not in own}
+    fields = (*OWN, "method", "compiled", "certificate", "rows", "place", "batch", "inputs")
+    return {name: value for name, value in record.items() if name not in fields}
 
 
 # ---- files
@@ -171,8 +203,8 @@ def write_pictures(
 ) -> None:
     """Write each of the ``pictures`` with its record to one of ``files``.
 
-    Raises ``ValueError`` for another number of files, an unknown file format, and for arrays that
-    are no pictures.
+    Raises ``ValueError`` for another number of files, an unknown file format, and for arrays
+    instead of images.
     """
     if len(files) != len(records):
         raise ValueError(f"files must be one for each of {len(records)} pictures, got {len(files)}")
@@ -186,11 +218,11 @@ def write_pictures(
 
 
 def read_record(file: Path | IO[bytes]) -> Record:
-    """The record in a picture's ``file``; {} if the file has none of ours."""
+    """The record in a picture's ``file``; {} if specmm did not write one."""
     with Image.open(file) as image:
         text = image.info.get(KEY) or image.getexif().get(DESCRIPTION) or "{}"
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

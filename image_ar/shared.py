@@ -51,8 +51,8 @@ M = TypeVar("M", bound=methods.Declared)
 @dataclass
 class ImageOutput(Mapping[str, Any]):
     """``images`` (see :func:`specmm.image_ar.calls.pictures_as`), ``tokens`` [B, …], ``stats``,
-    ``certificate``, ``method``; ``compiled`` [B] says which pictures programs were run for, and
-    ``records`` [B] from what each can be drawn again (:mod:`specmm.image_ar.records`).
+    ``certificate``, ``method``; ``compiled`` [B] says which pictures ran compiled, and ``records``
+    [B] hold the inputs from which each can be drawn again (:mod:`specmm.image_ar.records`).
 
     Fields can also be indexed by name and by number, as in diffusers' outputs.
     """
@@ -66,7 +66,7 @@ class ImageOutput(Mapping[str, Any]):
     records: list[dict[str, Any]]
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """All of them."""
+        """All fields."""
         return tuple(getattr(self, name) for name in self)
 
     def save(self, *files: str | Path) -> None:
@@ -91,12 +91,12 @@ class ImageOutput(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Batch(Generic[M]):
-    """Pictures drawn together: the classes or prompts they are ``of``, and a generator for each.
+    """Pictures drawn together: their classes or prompts (``of``), and a generator for each.
 
-    ``method`` is fully resolved. ``target`` says how they are sampled; they are drawn ``on`` it, or
-    on its compiled form (the pipeline's ``quick``). ``rows`` are drawn at once, the others as rows
-    end; ``ended`` is called with the number that did, ``watch`` after each round, which says
-    whether to end then. The ``record`` of method auto stores their seconds.
+    ``method`` is fully resolved. ``target`` says how they are sampled; they are drawn ``on`` it or
+    on its compiled form (the pipeline's ``quick``). ``rows`` pictures are drawn at once, further
+    ones as rows end. ``ended`` is called with the number of rows that ended, and ``watch`` after
+    each round; it returns whether to stop. The ``record`` of method auto stores the seconds.
     """
 
     of: Any
@@ -114,8 +114,8 @@ class Batch(Generic[M]):
 class Drawn:
     """A batch: ``tokens`` [B, …], and the ``latents`` that its pixels are decoded from.
 
-    ``measured`` is the number of tokens that the certificate's total variation is the mean of.
-    ``whole`` is False where the user has interrupted: tokens are those so far.
+    ``measured``: the number of tokens over which the certificate's total variation is averaged.
+    ``whole`` is False if the user interrupted: ``tokens`` then hold the tokens so far.
     """
 
     tokens: Tensor
@@ -128,18 +128,18 @@ class Drawn:
 
 @dataclass
 class Moving:
-    """Moves the ``bar`` of a call within its ``count`` pictures, of which so many are ``done``.
+    """Moves the progress ``bar`` of a call of ``count`` pictures, ``done`` of which are finished.
 
-    Of the bar, which may be a user's own (``pipe.progress_bar``), only ``update`` is needed.
+    The bar may be a user's (``pipe.progress_bar``); only its ``update`` is called.
     """
 
     bar: Any
     count: int
     done: int = 0
-    shown: float = 0.0
+    shown: float = 0.0  # pictures that the bar shows
 
     def needed(self) -> bool:
-        """Whether anybody looks: on a GPU it would wait for each round."""
+        """Whether the bar or a watcher shows moves; on a GPU each makes the host wait."""
         return is_watched() or not getattr(self.bar, "disable", False)
 
     def ended(self, count: int) -> None:
@@ -186,37 +186,38 @@ class PicturePipeline(ABC, Generic[M]):
         self.source = {"model": name}  # see ``open_pictures``
         self.works = Works(family or self.family)  # measured seconds, compiled and not
 
-    def called(self, given: dict[str, Any]) -> Any:
-        """Run a call with the arguments ``given``, by name. Returns an :class:`ImageOutput`, or
+    def called(self, args: dict[str, Any]) -> Any:
+        """Run a call with the arguments ``args``, by name. Returns an :class:`ImageOutput`, or
         without ``return_dict`` a tuple of its fields.
 
         Calls wait for one another; networks are on the device where they run.
         """
         with turns_of(self.transformer).take(), self.in_place():
-            return self._called(given)
+            return self._called(args)
 
-    def _called(self, given: dict[str, Any]) -> Any:
+    def _called(self, args: dict[str, Any]) -> Any:
+        """The work of :meth:`called`: check, settle the method, draw batches, certify."""
         check_holds_numbers(self.transformer, self.name)
         check_multiplies(self.transformer, self.name)
-        batch_size, output_type = given["batch_size"], given["output_type"]
-        check_call(output_type, batch_size, given["num_images_per_prompt"], given["return_dict"])
+        batch_size, output_type = args["batch_size"], args["output_type"]
+        check_call(output_type, batch_size, args["num_images_per_prompt"], args["return_dict"])
         names = (*self.sampling_options, *self.call_options, "guidance_scale")
-        typed = {name: given[name] for name in names} | given.pop("elsewhere")
-        given |= dict.fromkeys(names) | self.settle_names(typed)
-        inputs = given["callback_on_step_end_tensor_inputs"]
-        heard = told(self, given["callback_on_step_end"], inputs)
-        sampling = {name: given[name] for name in self.sampling_options}
-        target = self.measured(sampling, **{name: given[name] for name in self.call_options})
-        chosen: M = self.method if given["method"] is None else given["method"]
-        by_hand = [given.get(name) for name in ("drafter", "tree", "rule")]
+        typed = {name: args[name] for name in names} | args.pop("elsewhere")
+        args |= dict.fromkeys(names) | self.settle_names(typed)
+        inputs = args["callback_on_step_end_tensor_inputs"]
+        heard = told(self, args["callback_on_step_end"], inputs)
+        sampling = {name: args[name] for name in self.sampling_options}
+        target = self.measured(sampling, **{name: args[name] for name in self.call_options})
+        chosen: M = self.method if args["method"] is None else args["method"]
+        by_hand = [args.get(name) for name in ("drafter", "tree", "rule")]
         chosen = methods.by_hand(self.registry, chosen, *by_hand)
-        asked = self.asked(given, target)
+        asked = self.asked(args, target)
         count = len(asked)
-        generators = self.generators(given, chosen, count)
-        recorder = Recorder(self, given)
+        generators = self.generators(args, chosen, count)
+        recorder = Recorder(self, args)
         records: list[dict[str, Any]] = []
         rows = min(batch_size, count)
-        turn = self.turn(given["compiled"], target, chosen, rows)
+        turn = self.turn(args["compiled"], target, chosen, rows)
         decided, reason, record = self.settle(chosen, rows, target, count)
         parts: list[Drawn] = []
         pictures: list[Tensor] = []
@@ -226,12 +227,12 @@ class PicturePipeline(ABC, Generic[M]):
             move = Moving(bar, count)
             for first in range(0, count, together):
                 part = slice(first, first + together)
-                own = generators[part]
+                rngs = generators[part]
                 watch = Watch(self, heard, move if move.needed() else None)
-                rest = (batch_size, move.ended, watch, record)
+                common = (batch_size, move.ended, watch, record)
                 # the last pictures may be too few for the program, and another would not pay
-                with turn.batch(len(own), count - first, len(own) >= rows) as on:
-                    drawn = self.draw(Batch(asked[part], own, decided, target, on, *rest))
+                with turn.batch(len(rngs), count - first, len(rngs) >= rows) as on:
+                    drawn = self.draw(Batch(asked[part], rngs, decided, target, on, *common))
                 if output_type != "latent":
                     pictures.append(self.pixels(drawn.latents))
                 drawn.latents = None  # free the memory before the next batch
@@ -239,9 +240,9 @@ class PicturePipeline(ABC, Generic[M]):
                 claim = drawn.certificate.under(self.claimed(target))
                 programs = turn.compiled[part]
                 padded = self.padded(asked[part])
-                found = recorder.records(part, own, decided, batch_size, programs, claim, padded)
-                records += found if drawn.whole else [one | {"interrupted": True} for one in found]
-                move.ended(first + len(own) - move.done)
+                new = recorder.records(part, rngs, decided, batch_size, programs, claim, padded)
+                records += new if drawn.whole else [one | {"interrupted": True} for one in new]
+                move.ended(first + len(rngs) - move.done)
                 move()
                 if not drawn.whole:
                     break
@@ -257,7 +258,7 @@ class PicturePipeline(ABC, Generic[M]):
             compiled=turn.compiled,
             records=records,
         )
-        return output if given["return_dict"] else output.to_tuple()
+        return output if args["return_dict"] else output.to_tuple()
 
     def settle_names(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The ``options`` of a call that are not None, with diffusers' names replaced by this
@@ -267,18 +268,19 @@ class PicturePipeline(ABC, Generic[M]):
         names.
         """
         known = (*self.sampling_options, *self.call_options)
-        found = dict(options)
-        scale = None if self.paints else found.pop("guidance_scale", None)
+        named = dict(options)
+        # where a diffusion model paints the tokens, guidance_scale is that model's
+        scale = None if self.paints else named.pop("guidance_scale", None)
         if scale is not None:
             check_numbers(guidance_scale=scale)
             cfg = self.cfg_of(scale)
-            found["cfg"] = either("cfg", found.get("cfg"), "guidance_scale", cfg)
+            named["cfg"] = either("cfg", named.get("cfg"), "guidance_scale", cfg)
         if self.steps_option is not None:
-            steps = found.pop("num_inference_steps", None)
-            own = found.get(self.steps_option)
-            found[self.steps_option] = either(self.steps_option, own, "num_inference_steps", steps)
-        refuse_elsewhere(self, known, {k: v for k, v in found.items() if k not in known})
-        return {k: v for k, v in found.items() if k in known and v is not None}
+            steps = named.pop("num_inference_steps", None)
+            ours = named.get(self.steps_option)
+            named[self.steps_option] = either(self.steps_option, ours, "num_inference_steps", steps)
+        refuse_elsewhere(self, known, {k: v for k, v in named.items() if k not in known})
+        return {k: v for k, v in named.items() if k in known and v is not None}
 
     def cfg_of(self, guidance_scale: float) -> float:
         """The ``cfg`` that guides as much as diffusers' ``guidance_scale``, of which 1 is off."""
@@ -302,7 +304,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @abstractmethod
     def claimed(self, target: Any) -> Mapping[str, object]:
-        """The settings of ``target`` that certificates are about."""
+        """The settings of ``target`` that a certificate names."""
 
     @abstractmethod
     def quick(self, target: Any, method: M, batch: int) -> Any:
@@ -316,24 +318,24 @@ class PicturePipeline(ABC, Generic[M]):
     def moved(self) -> None:
         """Drop programs and values derived from the networks on their former device."""
 
-    def asked(self, given: Mapping[str, Any], target: Any) -> Any:
+    def asked(self, args: Mapping[str, Any], target: Any) -> Any:
         """The class ids [B] of a call's pictures.
 
         Raises ``ValueError`` for no classes and for unknown ones.
         """
-        wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
-        return labels_of(self, wanted, given["num_images_per_prompt"])
+        classes = either("classes", args["classes"], "class_labels", args["class_labels"])
+        return labels_of(self, classes, args["num_images_per_prompt"])
 
-    def generators(self, given: Mapping[str, Any], method: M, count: int) -> list[torch.Generator]:
+    def generators(self, args: Mapping[str, Any], method: M, count: int) -> list[torch.Generator]:
         """A generator for each of ``count`` pictures."""
-        return sample_generators(count, self.device, given["generator"], given["seed"])
+        return sample_generators(count, self.device, args["generator"], args["seed"])
 
     def turns(self, method: M, tell: Tell | None) -> int:
-        """Batches that one loop of ``method`` draws."""
+        """The number of batches that one loop of ``method`` draws."""
         return 1
 
     def ran_as(self, method: M, decided: M, reason: str) -> str:
-        """The name of a run of ``method``, which was ``decided`` to be another for a ``reason``."""
+        """The name for a run of ``method`` and, if it chose another method, the ``reason``."""
         return f"{method.name}: {reason}" if reason else method.name
 
     if TYPE_CHECKING:  # from the next class in the MRO: diffusers' pipeline, or ``Alone``
@@ -342,10 +344,10 @@ class PicturePipeline(ABC, Generic[M]):
             """Hold networks by name."""
 
         def progress_bar(self, iterable: Iterable[Any] | None = None, total: int = 0) -> Any:
-            """The bar of a call."""
+            """The progress bar of a call."""
 
         def set_progress_bar_config(self, **options: Any) -> None:
-            """``options`` of tqdm for the bar of each call."""
+            """Set ``options`` of tqdm for the progress bars of later calls."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move all networks to a device or dtype; programs and derived values are recreated."""
@@ -379,14 +381,14 @@ class PicturePipeline(ABC, Generic[M]):
     @property
     def device(self) -> torch.device:
         """The transformer's device."""
-        found: torch.device = next(self.transformer.parameters()).device
-        return found
+        device: torch.device = next(self.transformer.parameters()).device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the transformer computes in."""
-        found: torch.dtype = self.transformer.dtype
-        return found
+        dtype: torch.dtype = self.transformer.dtype
+        return dtype
 
     def enable_model_cpu_offload(
         self, gpu_id: int | None = None, device: torch.device | str | None = None
@@ -398,11 +400,11 @@ class PicturePipeline(ABC, Generic[M]):
         """
         if gpu_id is not None and device is not None:
             raise ValueError(f"give gpu_id or device, not both, got {gpu_id} and {device}")
-        place = named_device(device if gpu_id is None else f"cuda:{gpu_id}")
-        if place.type == "cpu" and device is None:
+        gpu = named_device(device if gpu_id is None else f"cuda:{gpu_id}")
+        if gpu.type == "cpu" and device is None:
             raise ValueError("enable_model_cpu_offload needs a GPU, there is none; leave it out")
         self.to("cpu")
-        self.called_on = place
+        self.called_on = gpu
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -420,7 +422,7 @@ class PicturePipeline(ABC, Generic[M]):
 
     @property
     def takes(self) -> Literal["classes", "prompt"]:
-        """The kind of input that a picture is drawn from."""
+        """The kind of input: classes or prompts."""
         return "classes"
 
     @property
@@ -429,7 +431,7 @@ class PicturePipeline(ABC, Generic[M]):
         return int(getattr(self.transformer.config, "grid", 0))
 
     def padded(self, asked: Any) -> bool:
-        """Whether pictures ``asked`` for together are padded to the longest, and round by it."""
+        """Whether ``asked`` inputs are padded to the longest, which changes their rounding."""
         return False
 
     def length_of(self, prompt: str) -> int:
@@ -454,19 +456,17 @@ class PicturePipeline(ABC, Generic[M]):
         return {name: getattr(settings, name) for name in self.sampling_options}
 
     def turn(self, compiled: Compiled, target: Any, method: M, batch: int) -> Turn[Any]:
-        """The decisions whether ``batch`` pictures at a time are drawn by ``method`` on ``target``
-        or compiled.
-        """
+        """Decides whether ``batch`` pictures of ``method`` run compiled or on ``target``."""
         key = (method, *self.work(target), batch)
         make = partial(self.quick, target, method, batch)
         return self.works.begin(compiled, target, make, self.transformer, key)
 
     def work(self, target: Any) -> tuple[Any, ...]:
-        """The properties of ``target`` that a picture's seconds depend on."""
+        """The properties of ``target`` on which a picture's seconds depend."""
         return (target,)
 
     def timed(self, method: M) -> bool:
-        """Whether the tokens that ``method`` draws depend on seconds measured on this machine."""
+        """Whether the tokens of ``method`` depend on seconds measured on this machine."""
         return method.timed
 
     def runnable(self, usual: list[M]) -> list[M]:
@@ -526,7 +526,7 @@ def of_diffusers(kind: type[Any]) -> type[Any]:
 
 
 def made_when_asked(kind: Any) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a family's module: its ``…Pipeline``, for whoever asks for it."""
+    """The ``__getattr__`` of a family's module, which makes its ``…Pipeline`` on first use."""
 
     def attribute(name: str) -> Any:
         if name == kind.__name__.replace("Pictures", "Pipeline"):

@@ -45,8 +45,8 @@ EXAMPLE = "a red apple on a table"  # measurements before the first prompt use i
 
 
 class Wanted(NamedTuple):
-    """A picture: the ids of its prompt, those that guidance leads ``away`` from, the prompt's
-    ``text``, and ``options`` of the diffusion model that paints it.
+    """A picture to draw: the ids of its prompt, the ids of the prompt that guidance leads ``away``
+    from, the prompt's ``text``, and ``options`` for a diffusion model that paints it.
     """
 
     ids: list[int]
@@ -113,7 +113,7 @@ class TransformersImagePictures(TokenPictures):
         """A pipeline of a folder or hub id, on this machine's best device and in its fastest dtype
         unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        A ``drafter`` is one's own (see :func:`specmm.register`). ``device_map``,
+        A ``drafter`` is a third-party object (see :func:`specmm.register`). ``device_map``,
         ``quantization_config`` and ``variant`` are transformers'; ``revision`` and ``cache_dir``
         are a hub id's. Raises ``ValueError`` for any other drafter, and for ``text_encoder``: these
         models read prompts themselves.
@@ -123,8 +123,8 @@ class TransformersImagePictures(TokenPictures):
         method, folder_of_one = with_own(methods.TRANSFORMERS_IMAGES, method, drafter)
         if folder_of_one is not None:
             raise ValueError(
-                f"drafter must be one's own for {name}, got {folder_of_one}: trained ones are for "
-                "LlamaGens; sjd and gsd need none"
+                f"drafter must be your own object for {name}, got the folder {folder_of_one}: "
+                "trained drafters are for LlamaGen; sjd and gsd need none"
             )
         piped = (Path(name) / zoo.PIPELINE).is_file()
         place = Place.named(device, dtype, torch_dtype, device_map)
@@ -142,7 +142,7 @@ class TransformersImagePictures(TokenPictures):
     def save_pretrained(  # type: ignore[override]  # in the dtype that was loaded
         self, folder: str | Path, **diffusers: Any
     ) -> None:
-        """Write model, tokenizer, settings, and what pixels are made with."""
+        """Write the model, its tokenizer and settings, and the decoder of its pixels."""
         check_saving(diffusers)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ class TransformersImagePictures(TokenPictures):
 
     @property
     def components(self) -> dict[str, Any]:
-        """Networks and tokenizer; what else the pipeline is made of comes from the folder."""
+        """Networks and tokenizer; all other parts of the pipeline come from the folder."""
         return {name: getattr(self, name) for name in ("transformer", "tokenizer")}
 
     def __call__(
@@ -206,28 +206,28 @@ class TransformersImagePictures(TokenPictures):
         output: ImageOutput = self.called(locals())
         return output
 
-    def asked(self, given: Mapping[str, Any], target: PictureTarget) -> list[Wanted]:
-        texts = texts_of("prompt", given["prompt"])
+    def asked(self, args: Mapping[str, Any], target: PictureTarget) -> list[Wanted]:
+        texts = texts_of("prompt", args["prompt"])
         if not texts:
             raise ValueError("prompt must name at least one picture, got none")
         if not all(text.strip() for text in texts):
             raise ValueError("prompt must say what to draw, got an empty one")
-        negatives = negatives_of(given["negative_prompt"], len(texts))
-        if given["negative_prompt"] is not None and target.branches == 1:
+        negatives = negatives_of(args["negative_prompt"], len(texts))
+        if args["negative_prompt"] is not None and target.branches == 1:
             raise ValueError(
-                f"negative_prompt needs cfg above 1, got cfg {target.guidance.scale}, by which "
-                "nothing is led away from it"
+                f"negative_prompt needs cfg above 1, got {target.guidance.scale}, at which it has "
+                "no effect"
             )
-        options = self._painting_options(given["num_inference_steps"], given["guidance_scale"])
-        found = []
+        options = self._painting_options(args["num_inference_steps"], args["guidance_scale"])
+        prompts = []
         for text, negative in zip(texts, negatives, strict=True):
             ids = self._ids(text, target.layout)
-            wanted = Wanted(ids, self._away(ids, negative, target.layout), text, options)
-            found += [wanted] * given["num_images_per_prompt"]
-        target.check(_prompt(target, found))
-        if given["output_type"] != "latent":
+            prompt = Wanted(ids, self._away(ids, negative, target.layout), text, options)
+            prompts += [prompt] * args["num_images_per_prompt"]
+        target.check(_prompt(target, prompts))
+        if args["output_type"] != "latent":
             self.decoder()  # or there are no pixels
-        return found
+        return prompts
 
     def prompt(self, batch: Batch[methods.Method]) -> VLMPrompt:
         return _prompt(batch.on, batch.of)
@@ -268,11 +268,11 @@ class TransformersImagePictures(TokenPictures):
         where = layout or self._layout()
 
         def ids() -> tuple[list[int], list[int]]:
-            found = self._ids(example, where)
-            return found, self._away(found, None, where)
+            token_ids = self._ids(example, where)
+            return token_ids, self._away(token_ids, None, where)
 
-        rest = (self.name, where, ids)
-        return PictureTarget(self.transformer, self.facts, processor, guidance, *rest)
+        common = (self.name, where, ids)
+        return PictureTarget(self.transformer, self.facts, processor, guidance, *common)
 
     def work(self, target: PictureTarget) -> tuple[Any, ...]:
         return *super().work(target), (target.layout.rows, target.layout.columns)
@@ -296,32 +296,36 @@ class TransformersImagePictures(TokenPictures):
         return self._decoder
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, H, W, 3] uint8 of tokens [B, T] of the size that was drawn last; some code
-        is shown where they are ``NOT_DRAWN``, as a callback's may be.
+        """Pictures [B, H, W, 3] uint8 of tokens [B, T], in the size that was drawn last. An
+        arbitrary code is shown where a callback's tokens are ``NOT_DRAWN``.
 
         Raises ``ValueError`` for models whose pixels a diffusion model paints.
         """
         if self.paints:
-            raise ValueError(f"decode_tokens has no preview of {self.name}: a diffusion paints it")
+            raise ValueError(
+                f"decode_tokens does not serve {self.name}, whose pixels a diffusion model "
+                "paints; take the call's images"
+            )
         layout = self._drew or self._layout()
         painting = Painting("", torch.Generator(), {})
         return self.pixels([(row, layout, painting) for row in tokens.split(1)])
 
     @torch.inference_mode()
     def pixels(self, latents: Any) -> Tensor:
+        """Pictures uint8 [B, H, W, 3]; places not drawn yet show any code."""
         decoder = self.decoder()
         assert self.parts.code_ids is not None
-        some = int(self.parts.code_ids[0])
-        codes = [(tokens.where(tokens >= 0, some), *rest) for tokens, *rest in latents]
-        return torch.cat([to_uint8(decoder(*each)) for each in codes])  # [B, H, W, 3]
+        any_code = int(self.parts.code_ids[0])
+        codes = [(tokens.where(tokens >= 0, any_code), *rest) for tokens, *rest in latents]
+        return torch.cat([to_uint8(decoder(*picture)) for picture in codes])  # [B, H, W, 3]
 
     def _painting_options(self, steps: int | None, guidance: float | None) -> dict[str, Any]:
         """Options for the diffusion model; raises ``ValueError`` if given without such a model."""
         options = {"num_inference_steps": steps, "guidance_scale": guidance}
-        given = {name: value for name, value in options.items() if value is not None}
-        if given and not self.facts.paints:
+        chosen = {name: value for name, value in options.items() if value is not None}
+        if chosen and not self.facts.paints:
             raise ValueError(
-                f"{' and '.join(given)} must be None for {self.name}, whose pixels no diffusion "
+                f"{' and '.join(chosen)} must be None for {self.name}, whose pixels no diffusion "
                 "model paints; cfg is the guidance of its tokens"
             )
         check_whole(num_inference_steps=1 if steps is None else steps)
@@ -331,7 +335,7 @@ class TransformersImagePictures(TokenPictures):
             raise ValueError(
                 f"guidance_scale must be above 0, got {guidance}, use 1 for no guidance"
             )
-        return given
+        return chosen
 
     def _layout(self, height: int | None = None, width: int | None = None) -> Layout:
         """The layout of pictures of this size; raises ``ValueError`` for an unsupported size."""
@@ -363,12 +367,12 @@ def _prompt(target: PictureTarget, pictures: Sequence[Wanted]) -> VLMPrompt:
 
 
 def _loaded(facts: PictureModel, folder: Path, placing: Placing) -> Any:
-    """The model in ``folder``; raises ``ValueError`` for one without what draws pictures."""
+    """The model in ``folder``; raises ``ValueError`` if it cannot draw pictures."""
     names = ModelFolder(folder).weights
     if names and not any(facts.scores in name for name in names):
         raise ValueError(
-            f"{folder} must hold weights that score pictures ({facts.scores}…), got none: it only "
-            "writes; use a checkpoint that draws, or VQAPipeline for questions"
+            f"{folder} must hold weights that score pictures ({facts.scores}…), got none, so it "
+            "only writes; use a checkpoint that draws, or VQAPipeline for questions"
         )
     kind = getattr(transformers, facts.architecture)
     fills = facts.unneeded and names and not any(n.startswith(facts.unneeded) for n in names)

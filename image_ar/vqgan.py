@@ -1,7 +1,7 @@
 """VQGAN's decoder from codes to pixels, as published for Chameleon's image tokenizer.
 
-transformers' Chameleon lacks it. Its weights are in the tokenizer's own file, which Chameleon,
-Anole and Lumina-mGPT share, or among a conversion's weights.
+transformers' Chameleon lacks it. The weights are in the image tokenizer's own file, which
+Chameleon, Anole and Lumina-mGPT share, or among the weights of a converted model.
 
 Source: VQGAN (arXiv 2012.09841). Shape letters: B batch, h rows, w columns, E code width.
 """
@@ -55,8 +55,7 @@ class VQGANDecoder(nn.Module):
 
 
 def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
-    """The decoder in or beside the model in ``folder``, by its ``vq_config``; None if there is
-    none.
+    """The decoder in or beside the model in ``folder``, sized by its ``vq_config``, or None.
 
     Raises ``ValueError`` for a file that does not fit the config.
     """
@@ -64,15 +63,15 @@ def decoder_of(folder: Path, config: Any) -> VQGANDecoder | None:
     state = read_checkpoint(file) if file else _own_weights(folder)
     if not any(name.startswith(NEEDED[0]) for name in state):
         return None
-    found = VQGANDecoder(config)
+    decoder = VQGANDecoder(config)
     needed = {name: weight for name, weight in state.items() if name.startswith(NEEDED)}
-    load_strict(found, needed, source=file or folder)
-    return found.eval()
+    load_strict(decoder, needed, source=file or folder)
+    return decoder.eval()
 
 
 def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
     """Load the weights published beside the model in ``folder`` into its ``vqmodel``, which was
-    saved without them. Returns whether there are any.
+    saved without weights. Returns whether any are there.
     """
     file = _published(folder)
     if file is not None:
@@ -83,8 +82,8 @@ def fill_tokenizer(vqmodel: nn.Module, folder: Path) -> bool:
 
 
 def keep_decoder(folder: Path, into: Path) -> None:
-    """Copy the decoder beside the model of ``folder`` ``into`` another folder, if there is one;
-    weights inside the model's own files, which transformers would drop, get a file of their own.
+    """Copy the decoder beside the model of ``folder``, if any, ``into`` another folder. Decoder
+    weights inside the model's own files, which transformers would drop, get a separate file.
     """
     if (folder / DIFFUSERS).is_dir():
         shutil.copytree(folder / DIFFUSERS, into / DIFFUSERS, dirs_exist_ok=True)
@@ -104,11 +103,11 @@ def _published(folder: Path) -> Path | None:
 
 def _own_weights(folder: Path) -> State:
     """The tokenizer's weights among the model's files, by their names in the tokenizer."""
-    found: State = {}
+    weights: State = {}
     for file in ModelFolder(folder).files:
         if file.suffix in PICKLED:
             continue
         with safe_open(file, "pt") as opened:
             names = [name for name in opened.keys() if name.startswith(OWN)]  # noqa: SIM118
-            found |= {name.removeprefix(OWN): opened.get_tensor(name) for name in names}
-    return found
+            weights |= {name.removeprefix(OWN): opened.get_tensor(name) for name in names}
+    return weights

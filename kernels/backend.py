@@ -25,17 +25,17 @@ def backend(device: torch.device) -> Backend:
     Raises ``ValueError`` when the variable holds anything else, or asks for Triton where it cannot
     run.
     """
-    wanted = os.environ.get(VARIABLE, "auto")
-    if wanted not in CHOICES:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, got {wanted!r}")
-    if wanted == "auto":
+    choice = os.environ.get(VARIABLE, "auto")
+    if choice not in CHOICES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, got {choice!r}")
+    if choice == "auto":
         return "triton" if device.type == "cuda" and _triton_runs() else "torch"
-    if wanted == "triton" and device.type != "cuda" and not _interpreted():
+    if choice == "triton" and device.type != "cuda" and not _interpreted():
         raise ValueError(
             f"{VARIABLE}=triton needs tensors on a GPU, got {device.type}; unset it, or set "
             "TRITON_INTERPRET=1 to test"
         )
-    return "triton" if wanted == "triton" else "torch"
+    return "triton" if choice == "triton" else "torch"
 
 
 @cache

@@ -49,27 +49,28 @@ def mean_score(
     scores = [score(predictions[q], answers[q]) for q in answers]
     exact = torch.tensor(scores, dtype=torch.float64)
     interval = draws.of_mean(exact, "questions") if draws else None
-    found = {**protocol, "counts": [len(scores)]}
+    facts = {**protocol, "counts": [len(scores)]}
     if empty := sum(not predictions[q].strip() for q in answers):
-        found["note"] = f"{empty} of {len(scores)} predictions are empty"
-    return Measurement(metric, sum(scores) / len(scores), found, interval=interval)
+        facts["note"] = f"{empty} of {len(scores)} predictions are empty"
+    return Measurement(metric, sum(scores) / len(scores), facts, interval=interval)
 
 
 def _check_questions(predictions: Predictions, answers: Answers) -> None:
+    """Raise ``ValueError`` unless both have the same questions, and answers to all."""
     if not answers:
         raise ValueError("answers must hold at least one question, got none; check the file")
     unknown = [q for q in predictions if q not in answers]
     missing = [q for q in answers if q not in predictions]
-    empty = [q for q, given in answers.items() if not any(a.strip() for a in given)]
-    for bad, rule, whole in (
+    empty = [q for q, texts in answers.items() if not any(a.strip() for a in texts)]
+    for bad, rule, group in (
         (unknown, "prediction must have a question, got {} of {} without", predictions),
         (missing, "question must have a prediction, got none for {} of {}", answers),
         (empty, "question must have an answer, got empty ones for {} of {}", answers),
     ):
         if bad:
-            what = f"{rule.format(len(bad), len(whole))} (first: {bad[0]!r})"
+            problem = f"{rule.format(len(bad), len(group))} (first: {bad[0]!r})"
             raise ValueError(
-                f"every {what}; use two files of one split, an empty prediction is wrong"
+                f"every {problem}; use two files of one split, an empty prediction is wrong"
             )
 
 
@@ -83,11 +84,11 @@ def anls(
 
 def anls_score(prediction: str, answers: Sequence[str]) -> float:
     """The best of 1 - edit distance / longer length, 0 below 0.5; case does not count."""
-    found = _plain(prediction)
+    answer = _plain(prediction)
     best = 0.0
-    for wanted in map(_plain, answers):
-        longest = max(len(found), len(wanted))
-        distance = edit_distance(found, wanted) / longest if longest else 0.0
+    for truth in map(_plain, answers):
+        longest = max(len(answer), len(truth))
+        distance = edit_distance(answer, truth) / longest if longest else 0.0
         best = max(best, 1 - distance if distance < ANLS_THRESHOLD else 0.0)
     return best
 
@@ -118,12 +119,12 @@ def relaxed_match(prediction: str, answers: Sequence[str]) -> bool:
 
     The text ``5%`` is 0.05. A share of 0 is undefined, so 0 must match as a text.
     """
-    found = prediction.strip()
-    number = _number(found)
-    for wanted in (a.strip() for a in answers):
-        truth = _number(wanted)
+    answer = prediction.strip()
+    number = _number(answer)
+    for expected in (a.strip() for a in answers):
+        truth = _number(expected)
         if number is None or not truth:  # a truth that is no number, or 0
-            right = found.lower() == wanted.lower()
+            right = answer.lower() == expected.lower()
         else:
             right = abs(number - truth) / abs(truth) <= TOLERANCE
         if right:
@@ -134,28 +135,28 @@ def relaxed_match(prediction: str, answers: Sequence[str]) -> bool:
 def exact_match(
     predictions: Predictions, answers: Answers, bootstrap: Bootstrap | None = None
 ) -> Measurement:
-    """Share of answers that equal one of the given ones but for case and white space."""
+    """Share of predictions that equal a given answer, ignoring case and white space."""
     protocol = {"normalisation": "case and white space"}
 
-    def score(prediction: str, given: Sequence[str]) -> bool:
-        return _plain(prediction) in map(_plain, given)
+    def score(prediction: str, truths: Sequence[str]) -> bool:
+        return _plain(prediction) in map(_plain, truths)
 
     return mean_score("exact", predictions, answers, score, protocol, bootstrap)
 
 
 def bleu(predictions: Predictions, answers: Answers) -> Measurement:
-    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002), sacrebleu's tokenizer and ``parts``."""
+    """Corpus BLEU-4 in [0, 100] (Papineni et al. 2002), with sacrebleu's tokenizer and parts."""
     _check_questions(predictions, answers)
     with needed("BLEU", "captions"):
         from sacrebleu.metrics.bleu import BLEU
     metric = BLEU()
-    most = max(len(given) for given in answers.values())
-    padded = [[*given, *[None] * (most - len(given))] for given in answers.values()]
+    longest = max(len(texts) for texts in answers.values())
+    padded = [[*texts, *[None] * (longest - len(texts))] for texts in answers.values()]
     references: Any = list(map(list, zip(*padded, strict=True)))  # None: fewer references
     score = metric.corpus_score([predictions[q] for q in answers], references)
     parts = {f"precision_{n}": p for n, p in enumerate(score.precisions, 1)}
     parts["brevity_penalty"] = score.bp
-    protocol = {"signature": str(metric.get_signature()), "references": most}
+    protocol = {"signature": str(metric.get_signature()), "references": longest}
     return Measurement("bleu", score.score, {**protocol, "counts": [len(answers)]}, parts)
 
 
@@ -166,8 +167,8 @@ def cider(predictions: Predictions, answers: Answers) -> Measurement:
         raise ValueError(f"CIDEr needs at least 2 captions to weight words, got {len(answers)}")
     with needed("CIDEr", "captions"):
         from pycocoevalcap.cider.cider import Cider
-    given = {q: [tokenised(a) for a in texts] for q, texts in answers.items()}
-    value, _ = Cider().compute_score(given, {q: [tokenised(predictions[q])] for q in answers})
+    references = {q: [tokenised(a) for a in texts] for q, texts in answers.items()}
+    value, _ = Cider().compute_score(references, {q: [tokenised(predictions[q])] for q in answers})
     tokens = "lower case, words and numbers, no punctuation"
     protocol = {"library": "pycocoevalcap", "tokens": tokens, "counts": [len(answers)]}
     return Measurement("cider", float(value), protocol)
@@ -180,28 +181,29 @@ def tokenised(text: str) -> str:
 
 def read_predictions(path: Path) -> Predictions:
     """One answer a question; raises ``ValueError`` naming the line or entry for anything else."""
-    found: dict[str, str] = {}
+    predictions: dict[str, str] = {}
     for where, entry in _entries(path):
         if "answer" not in entry:
             raise ValueError(f"{where} must hold 'answer', got {_keys(entry)}; add it")
-        _add(found, where, entry, _text(where, entry["answer"]))
-    return found
+        _add(predictions, where, entry, _text(where, entry["answer"]))
+    return predictions
 
 
 def read_answers(path: Path) -> Answers:
     """All given answers of every question; raises ``ValueError`` naming the line or entry."""
-    found: dict[str, list[str]] = {}
+    answers: dict[str, list[str]] = {}
     for where, entry in _entries(path):
-        given = entry.get("answers", entry.get("answer"))
-        if given is None:
+        field = entry.get("answers", entry.get("answer"))
+        if field is None:
             raise ValueError(f"{where} must hold 'answers' or 'answer', got {_keys(entry)}; add it")
-        listed = given if isinstance(given, list) else [given]
+        listed = field if isinstance(field, list) else [field]
         texts = [_text(where, a.get("answer") if isinstance(a, dict) else a) for a in listed]
-        _add(found, where, entry, texts)
-    return found
+        _add(answers, where, entry, texts)
+    return answers
 
 
 def _entries(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of the file ``path``, each after its place; ``ValueError`` for others."""
     listed = _values(path)
     if not listed:
         raise ValueError(f"{path} must hold at least one entry, got none; is it the right file?")
@@ -229,15 +231,16 @@ def _values(path: Path) -> list[tuple[str, Any]]:
     return [(f"{path} entry {i}", entry) for i, entry in enumerate(entries, 1)]
 
 
-def _add(found: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:
+def _add(entries: dict[str, T], where: str, entry: dict[str, Any], value: T) -> None:
+    """Add ``value`` under the question that ``entry`` names; ``ValueError`` for a second one."""
     name = next((entry[k] for k in QUESTION if k in entry), None)
     if name is None or isinstance(name, bool | list | dict):
         names = ", ".join(QUESTION)
         raise ValueError(f"{where} must name its question ({names}), got {_keys(entry)}")
-    if str(name) in found:
+    if str(name) in entries:
         twice = f"got {str(name)!r} for the second time"
         raise ValueError(f"{where} must name another question, {twice}; keep one of them")
-    found[str(name)] = value
+    entries[str(name)] = value
 
 
 def _keys(entry: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ from specmm.metrics.measurement import Measurement
 
 @dataclass(frozen=True)
 class Comparison:
-    """Squared MMD ``distance`` of two sets, ``p_value`` of its size if both were of one kind.
+    """Squared MMD ``distance`` of two sets, and its ``p_value`` if both had one distribution.
 
     ``loss``: KID(first, reference) - KID(second, reference), positive where ``first`` is worse.
     """
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def differ(self) -> bool:
-        """Whether the test says so; it errs with probability ``alpha`` at most."""
+        """Whether the test finds a difference; it errs with probability ``alpha`` at most."""
         return self.p_value <= self.alpha
 
     def to_json(self) -> dict[str, Any]:
@@ -64,10 +64,10 @@ def compare(
 ) -> Comparison:
     """Test if features [N, F] and [M, F] differ; measure how much against ``reference`` [R, F].
 
-    ``paired``: row i of both was made from the same prompt or noise, so that labels are swapped and
+    ``paired``: row i of both sets comes from the same prompt or noise, so labels are swapped and
     samples redrawn within pairs; then N must be M. The test costs (N + M)² (F + P) multiplications.
-    Raises ``ValueError`` as ``exact_pair`` does, and for unequal pairs, no permutation, or an
-    ``alpha`` that so few permutations cannot reach.
+    Raises ``ValueError`` as ``exact_pair`` does, and for unequal pairs, no permutations, or an
+    ``alpha`` that needs more permutations.
     """
     x, y, facts = exact_pair(first, second)
     if permutations < 1 or not 1 / (permutations + 1) <= alpha < 1:
@@ -91,7 +91,7 @@ def compare(
 
 
 def relabellings(n: int, m: int, count: int, generator: torch.Generator, paired: bool) -> Tensor:
-    """Random labels [P, n + m]: 1 for members of the first set, of which there are n."""
+    """Random labels [P, n + m]: 1 for the n members of the first set."""
     if paired:
         swapped = torch.randint(2, (count, n), generator=generator)
         return torch.cat([1 - swapped, swapped], dim=1).double()
@@ -106,20 +106,20 @@ def labelled_distances(pool: Tensor, labels: Tensor) -> Tensor:
     """
     quadratic = labels.new_zeros(len(labels))
     linear = labels.new_zeros(len(labels))
-    whole = labels.new_zeros(())
+    total = labels.new_zeros(())
     for start in range(0, len(pool), BLOCK):
         rows = slice(start, start + BLOCK)
         block = kernel(pool[rows], pool)
         quadratic += ((labels[:, rows] @ block) * labels).sum(1)
         sums = block.sum(1)
         linear += labels[:, rows] @ sums
-        whole += sums.sum()
+        total += sums.sum()
     itself = diagonal(pool)
-    own = labels @ itself
+    within = labels @ itself
     n = labels.sum(1)
     m = len(pool) - n
-    first = (quadratic - own) / (n * (n - 1))
-    second = (whole - 2 * linear + quadratic - (itself.sum() - own)) / (m * (m - 1))
+    first = (quadratic - within) / (n * (n - 1))
+    second = (total - 2 * linear + quadratic - (itself.sum() - within)) / (m * (m - 1))
     return first + second - 2 * (linear - quadratic) / (n * m)
 
 
@@ -134,13 +134,13 @@ def _loss(
     wx = _itself_and_resamples(x, bootstrap)
     wr = _itself_and_resamples(reference, bootstrap)
     wy = wx if paired else _itself_and_resamples(y, bootstrap)
-    one = mean_within(x, wx) - 2 * mean_across(x, reference, wx, wr)
-    two = mean_within(y, wy) - 2 * mean_across(y, reference, wy, wr)
-    found = one - two
-    what = "pairs and reference" if paired else "all three sets"
+    of_first = mean_within(x, wx) - 2 * mean_across(x, reference, wx, wr)
+    of_second = mean_within(y, wy) - 2 * mean_across(y, reference, wy, wr)
+    differences = of_first - of_second
+    sampled = "pairs and reference" if paired else "all three sets"
     protocol = {**facts, "reference_count": len(reference)}
-    interval = bootstrap.of_replicates(found[1:], what)
-    return Measurement("kid_difference", float(found[0]), protocol, interval=interval)
+    interval = bootstrap.of_replicates(differences[1:], sampled)
+    return Measurement("kid_difference", float(differences[0]), protocol, interval=interval)
 
 
 def _itself_and_resamples(x: Tensor, bootstrap: Bootstrap) -> Tensor:

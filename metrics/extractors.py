@@ -45,15 +45,15 @@ def extractor(
     dtype: torch.dtype = torch.float32,
 ) -> Extractor:
     """The extractor called ``name``; ``weights`` is its file, or a folder that holds it."""
-    found: Extractor = EXTRACTORS.get(name)(weights=weights, device=device, dtype=dtype)
-    return found
+    loaded: Extractor = EXTRACTORS.get(name)(weights=weights, device=device, dtype=dtype)
+    return loaded
 
 
 @dataclass(eq=False)
 class Extractor:
     """A ``network`` to features [n, F] after ``prepare`` of pictures [n, H, W, 3] of one size.
 
-    ``classifier``, where there is one, gives logits [n, C].
+    ``classifier``, if there is one, gives logits [n, C].
     """
 
     name: str
@@ -82,7 +82,7 @@ class Extractor:
         return self._stream(pictures, self.network, self.protocol, batch, progress)
 
     def logits(self, pictures: Pictures, *, batch: int = 32, progress: bool = True) -> FeatureSet:
-        """Class logits [N, C] float32; raises ``ValueError`` also without a classifier."""
+        """Class logits [N, C] float32; errors as ``features``, or for want of a classifier."""
         if self.classifier is None:
             raise ValueError(
                 f"class logits need a classifier, got {self.name}, which has none; "
@@ -95,17 +95,19 @@ class Extractor:
     def _stream(
         self, pictures: Pictures, network: Step, protocol: Protocol, batch: int, title: str | None
     ) -> Iterator[FeatureSet]:
+        """Blocks of features of ``pictures`` by ``network``, ``batch`` pictures at a time."""
         if batch < 1:
             raise ValueError(f"batch must be at least 1, got {batch}")
-        whole = {**protocol, **getattr(pictures, "protocol", {})}
+        protocols = {**protocol, **getattr(pictures, "protocol", {})}
         total = operator.length_hint(pictures) or None
         with tqdm(total=total, desc=title, disable=title is None, unit="picture") as bar:
             for rows in batches(checked(pictures), batch):
-                yield FeatureSet(self._run(rows, network), dict(whole))
+                yield FeatureSet(self._run(rows, network), dict(protocols))
                 bar.update(len(rows))
 
     @torch.inference_mode()
     def _run(self, rows: list[Tensor], network: Step) -> Tensor:
+        """Features of one batch; pictures of several sizes are prepared one by one."""
         same = len({r.shape for r in rows}) == 1
         stacks = [torch.stack(rows)] if same else [r[None] for r in rows]
         ready = [self.prepare(s.to(self.device)) for s in stacks]
@@ -114,32 +116,32 @@ class Extractor:
         layout = torch.channels_last  # a quarter faster on CPUs in float32
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, allow_tf32=False):
             # on a GPU convolutions of float32 would round to 10 bits, and features move
-            found = [network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready]
-        return torch.cat(found)
+            out = [network(r.to(self.dtype, memory_format=layout)).float().cpu() for r in ready]
+        return torch.cat(out)
 
 
 def joined(blocks: Iterable[FeatureSet]) -> FeatureSet:
     """All blocks as one set."""
-    found = list(blocks)
-    return FeatureSet(torch.cat([b.values for b in found]), found[0].protocol)
+    pieces = list(blocks)
+    return FeatureSet(torch.cat([b.values for b in pieces]), pieces[0].protocol)
 
 
 def checked(pictures: Pictures) -> Iterator[Tensor]:
     """The pictures as tensors [H, W, 3]; ``ValueError`` for the first that is not uint8 RGB."""
     number = 0
     for number, picture in enumerate(pictures, 1):
-        found = picture if isinstance(picture, Tensor) else torch.tensor(np.asarray(picture))
-        rgb = found.ndim == 3 and found.shape[2] == 3 and found.numel()
-        if found.dtype != torch.uint8 or not rgb:
-            got = f"{found.dtype} {list(found.shape)} (number {number})"
+        pixels = picture if isinstance(picture, Tensor) else torch.tensor(np.asarray(picture))
+        rgb = pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.numel()
+        if pixels.dtype != torch.uint8 or not rgb:
+            got = f"{pixels.dtype} {list(pixels.shape)} (number {number})"
             raise ValueError(f"pictures must be uint8 [H, W, 3] of 0..255, got {got}")
-        yield found
+        yield pixels
     if not number:
         raise ValueError("pictures must be uint8 [H, W, 3], got none; pass at least one")
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of ``size`` of the ``items``, the last one perhaps shorter."""
+    """``items`` in lists of ``size``; the last list may be shorter."""
     source = iter(items)
     while rows := list(itertools.islice(source, size)):
         yield rows

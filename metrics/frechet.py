@@ -23,11 +23,11 @@ WELL_CONDITIONED = 1e-9  # smallest squared Cholesky pivot, relative to the larg
 
 @typing.runtime_checkable
 class Gaussian(typing.Protocol):
-    """The moments of a set, how many samples made them (None: unknown), and their protocol."""
+    """The moments of a set, its number of samples (None: unknown), and its protocol."""
 
     @property
     def count(self) -> int | None:
-        """Number of samples, None where a file does not tell."""
+        """Number of samples; None if a file does not give it."""
 
     @property
     def protocol(self) -> Protocol:
@@ -55,15 +55,15 @@ class FeatureStatistics:
     @classmethod
     def of(cls, features: Features) -> FeatureStatistics:
         """Statistics of one whole set [N, F]."""
-        found = as_features(features)
-        return cls.empty(found.values.shape[1], found.values.device).update(found)
+        rows = as_features(features)
+        return cls.empty(rows.values.shape[1], rows.values.device).update(rows)
 
     def update(self, features: Features) -> FeatureStatistics:
         """Add samples [N, F] in place; ``ValueError`` on NaN, another width or protocol."""
-        found = as_features(features)
-        same_width(len(self.total), found.values.shape[1])
-        self.protocol = joint_protocol(self.protocol, found.protocol)
-        for rows in torch.split(found.values, ROWS):
+        samples = as_features(features)
+        same_width(len(self.total), samples.values.shape[1])
+        self.protocol = joint_protocol(self.protocol, samples.protocol)
+        for rows in torch.split(samples.values, ROWS):
             exact = rows.to(self.total)
             self.count += len(exact)
             self.total += exact.sum(0)
@@ -115,16 +115,16 @@ def frechet_distance(first: Gaussian | Features, second: Gaussian | Features) ->
     return Measurement("fid", mean_term + covariance_term, protocol, parts)
 
 
-def _rank_bound(found: Gaussian) -> int:
-    """The largest rank of the covariance; a file that gives no count bounds nothing."""
-    return 2**62 if found.count is None else found.count - 1
+def _rank_bound(gaussian: Gaussian) -> int:
+    """The largest possible rank of the covariance; unbounded if the count is unknown."""
+    return 2**62 if gaussian.count is None else gaussian.count - 1
 
 
 def _factor(covariance: Tensor, rank: int) -> tuple[Tensor, bool]:
     """A [F, r] with A Aᵀ = ``covariance`` [F, F], and whether it is lower triangular.
 
-    Cholesky's where that is safe, which takes a tenth of the time. Otherwise from the eigenvectors
-    of the directions the covariance can have: the root would magnify rounding in the empty ones.
+    By Cholesky if that is safe, in a tenth of the time; otherwise from the eigenvectors of the
+    directions that the covariance can have: in the others the root would magnify rounding.
     """
     if rank >= len(covariance):
         lower, failed = torch.linalg.cholesky_ex(covariance)
@@ -140,8 +140,8 @@ def _factor(covariance: Tensor, rank: int) -> tuple[Tensor, bool]:
 def _symmetric_product(a: Tensor, second: Tensor, triangular: bool) -> Tensor:
     """AᵀS_2A [r, r]; overwrites ``second``.
 
-    Where S_1 = A Aᵀ, the roots of its eigenvalues add up to Tr (S_1 S_2)^½. With A triangular, a
-    block of rows, then of columns, needs only those not yet overwritten.
+    If S_1 = A Aᵀ, the roots of the product's eigenvalues add up to Tr (S_1 S_2)^½. With A
+    triangular, a block of rows, then of columns, needs only entries not yet overwritten.
     """
     if not triangular:
         return (a.T @ second) @ a

@@ -43,13 +43,13 @@ class ScoreStatistics:
 
     def update(self, logits: Features) -> ScoreStatistics:
         """Add logits [N, C] in place, to the splits in turn."""
-        found = as_features(logits)
-        same_width(self.total.shape[1], found.values.shape[1])
-        self.protocol = joint_protocol(self.protocol, found.protocol)
-        order = torch.arange(len(found), device=self.counts.device)
+        samples = as_features(logits)
+        same_width(self.total.shape[1], samples.values.shape[1])
+        self.protocol = joint_protocol(self.protocol, samples.protocol)
+        order = torch.arange(len(samples), device=self.counts.device)
         into = (self.counts.sum() + order) % len(self.counts)
         self.counts += torch.bincount(into, minlength=len(self.counts))
-        for rows, where in zip(found.values.split(ROWS), into.split(ROWS), strict=True):
+        for rows, where in zip(samples.values.split(ROWS), into.split(ROWS), strict=True):
             logs = rows.to(self.total).log_softmax(1)
             certainty = (logs.exp() * logs).nan_to_num(0.0).sum(1)  # 0 ln 0 = 0
             self.total.index_add_(0, where, logs.exp())
@@ -66,10 +66,10 @@ class ScoreStatistics:
     def measurement(self) -> Measurement:
         """The mean over splits; ``parts``: their population ``std``, and the ``whole`` set's."""
         scores = self.scores()
-        whole = _scores(
+        overall = _scores(
             *(s.sum(0, keepdim=True) for s in (self.counts, self.total, self.certainty))
         )
-        parts = {"std": float(scores.std(correction=0)), "whole": float(whole)}
+        parts = {"std": float(scores.std(correction=0)), "whole": float(overall)}
         protocol = {**self.protocol, "splits": len(scores), "counts": [int(self.counts.sum())]}
         return Measurement("inception_score", float(scores.mean()), protocol, parts)
 
@@ -80,9 +80,9 @@ def _scores(counts: Tensor, total: Tensor, certainty: Tensor) -> Tensor:
 
 
 def inception_score(logits: Features, *, splits: int = 10) -> Measurement:
-    """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``, to which
-    samples are dealt out in turn.
+    """Inception Score of logits [N, C] (before the softmax), the mean over ``splits``, among which
+    samples are dealt in turn.
     """
-    found = as_features(logits)
-    statistics = ScoreStatistics.empty(found.values.shape[1], splits, found.values.device)
-    return statistics.update(found).measurement()
+    rows = as_features(logits)
+    statistics = ScoreStatistics.empty(rows.values.shape[1], splits, rows.values.device)
+    return statistics.update(rows).measurement()

@@ -1,9 +1,9 @@
 """Pictures from folders, globs, zip, tar, numpy files, arrays or a pipeline; streamed, in order.
 
-Files are decoded in worker processes, one at a time in memory, in the order of their names. How a
-file becomes three channels of eight bits is ``DECODING``, which goes into the protocol of what is
-measured on the pictures. Pictures are files with an ending that Pillow knows; every other file is
-counted with the reason why it is left out, so that the counts add up.
+Files are decoded in worker processes, one at a time in memory, in the order of their names.
+``DECODING`` describes how a file becomes three channels of eight bits, and goes into the protocol
+of measurements. Pictures are files with an ending that Pillow knows; every other file is counted
+with the reason for leaving it out, so that the counts add up.
 
 Shapes: a picture [H, W, 3] uint8; an array in a file [N, H, W, 3] uint8.
 """
@@ -50,9 +50,9 @@ LOCAL_HEADER = 30  # bytes of it before the member's name in a .zip
 class PictureSource:
     """Pictures [H, W, 3] uint8, read anew at each iteration; a generator can be iterated once.
 
-    ``files`` are the pictures' files and archive members, if they come from files, and ``left_out``
-    counts the other files by the reason why they are no pictures. ``skipped`` lists (name, reason)
-    of the pictures that could not be read in the last pass.
+    ``files`` are the pictures' files and archive members, if they come from files; ``left_out``
+    counts other files by the reason for leaving them out. ``skipped`` lists (name, reason) of the
+    pictures that could not be read in the last pass.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PictureSource:
         return self._count  # bad ones included; 0 where that is not known
 
     def counts(self) -> dict[str, int]:
-        """The number of files, of pictures among them, and of other files by the reason.
+        """The number of files, of pictures, and of files left out by reason.
 
         Empty if the pictures do not come from files.
         """
@@ -103,8 +103,8 @@ def open_pictures(
     ``skip_bad`` leaves it out and lists it in ``skipped``.
     """
     if not isinstance(source, str | Path):
-        known = len(source) if isinstance(source, np.ndarray | list | tuple) else 0
-        return PictureSource(lambda skipped: _flat(source), known)
+        length = len(source) if isinstance(source, np.ndarray | list | tuple) else 0
+        return PictureSource(lambda skipped: _flat(source), length)
     path = Path(source)
     if path.suffix.lower() in ARRAYS and path.is_file():
         with _array(path) as (_, shape):
@@ -117,8 +117,9 @@ def open_pictures(
 
 
 def _flat(source: Any) -> Iterator[np.ndarray]:
-    found = source() if callable(source) else source
-    for item in getattr(found, "images", found):
+    """The pictures in arrays, PIL pictures, pipeline outputs, or a function that returns some."""
+    items = source() if callable(source) else source
+    for item in getattr(items, "images", items):
         if hasattr(item, "images"):
             yield from _flat(item)
         else:
@@ -129,8 +130,8 @@ def _flat(source: Any) -> Iterator[np.ndarray]:
 class PictureFile:
     """A file, or the ``member`` at byte ``start`` of the archive at ``place``.
 
-    In a .tar it has ``size`` bytes; of one in a .zip, ``packed`` holds flags, compression, CRC,
-    packed and unpacked size.
+    In a .tar it has ``size`` bytes; in a .zip, ``packed`` holds flags, compression, CRC, packed and
+    unpacked size.
     """
 
     place: str
@@ -144,11 +145,11 @@ class PictureFile:
 
     @property
     def path(self) -> Path:
-        """Of the file, or of its archive."""
+        """The path of the file, or of its archive."""
         return Path(self.place)
 
     def read(self) -> bytes:
-        """Its bytes; ``ValueError`` for an encrypted one, or one packed in a way unknown here.
+        """Its bytes; ``ValueError`` if it is encrypted or its compression is not supported.
 
         The archive's directory, which may be longer than a picture, is not read again.
         """
@@ -171,13 +172,14 @@ class PictureFile:
 
 
 def _decode_all(entries: list[PictureFile]) -> list[tuple[str, np.ndarray | str]]:
-    found: list[tuple[str, np.ndarray | str]] = []  # or why not: workers return errors
+    """The pictures of ``entries`` by name, or the reason why one cannot be read."""
+    decoded: list[tuple[str, np.ndarray | str]] = []  # or why not: workers return errors
     for entry in entries:
         try:
-            found.append((str(entry), decode(entry.read())))
+            decoded.append((str(entry), decode(entry.read())))
         except Exception as error:  # a damaged file makes a decoder fail in any way
-            found.append((str(entry), sentence_of(error)))
-    return found
+            decoded.append((str(entry), sentence_of(error)))
+    return decoded
 
 
 def decode(data: bytes) -> np.ndarray:
@@ -194,6 +196,7 @@ def decode(data: bytes) -> np.ndarray:
 def _decoded(
     files: list[PictureFile], skip_bad: bool, workers: int, skipped: Skipped
 ) -> Iterator[np.ndarray]:
+    """The pictures of ``files``; unreadable ones go to ``skipped``, or raise ``ValueError``."""
     options: dict[str, Any] = {"batch_size": BLOCK, "num_workers": workers}
     for block in DataLoader(files, collate_fn=_decode_all, **options):  # type: ignore[arg-type]
         for name, picture in block:
@@ -214,42 +217,42 @@ def _decoded(
 
 def picture_files(source: str, *, skip_bad: bool = False) -> tuple[list[PictureFile], Counter[str]]:
     """The pictures in ``source`` (a folder, archive, glob or single file), ordered by name, and the
-    number of other files by the reason why they are left out.
+    number of other files by the reason for leaving them out.
 
     Raises ``ValueError`` where there are none, and for a broken archive; with ``skip_bad`` one
     in a folder is left out.
     """
-    known = endings()
+    suffixes = endings()
     left_out: Counter[str] = Counter()
-    found: list[PictureFile] = []
-    for place, reason in _places(source, known):
+    files: list[PictureFile] = []
+    for path, reason in _places(source, suffixes):
         if reason:
             left_out[reason] += 1
-        elif Path(place).suffix.lower() not in ARCHIVES:
-            found.append(PictureFile(place))
+        elif Path(path).suffix.lower() not in ARCHIVES:
+            files.append(PictureFile(path))
         else:
             try:
-                found += _archived(place, known, left_out)
+                files += _archived(path, suffixes, left_out)
             except ValueError:
-                if not skip_bad or place == source:
+                if not skip_bad or path == source:
                     raise
                 left_out["broken archive"] += 1
-    if not found:
+    if not files:
         others = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         got = "an address" if ADDRESS.match(source) else f"none but {others}" if others else "none"
         raise ValueError(
             f"{source} must be or hold pictures (.png, .jpg or what else Pillow reads), got {got}; "
             "pass a folder, a glob, a .zip, a .tar or an .npz of this machine"
         )
-    return found, left_out
+    return files, left_out
 
 
-def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
-    """Pictures' files and archives at ``source``, each with why it is left out, else ""."""
+def _places(source: str, suffixes: set[str]) -> Iterator[tuple[str, str]]:
+    """Pictures' files and archives at ``source``, each with the reason to leave it out, or ""."""
     if os.path.isdir(source):
-        inside = {*known, ".tar"}
-        for place, reason in files_below(source):
-            yield place, reason or _other(place, inside)
+        inside = {*suffixes, ".tar"}
+        for path, reason in files_below(source):
+            yield path, reason or _other(path, inside)
     elif os.path.isfile(source):
         if Path(source).suffix.lower() in PACKED:
             raise ValueError(f"{source} must be unpacked, or made a .zip or an uncompressed .tar")
@@ -258,59 +261,59 @@ def _places(source: str, known: set[str]) -> Iterator[tuple[str, str]]:
         yield from ((f, "") for f in sorted(glob.glob(source, recursive=True)) if os.path.isfile(f))
 
 
-def _other(name: str, known: set[str]) -> str:
-    """The ending of the file called ``name`` if it is not among the ``known`` ones, else ""."""
+def _other(name: str, suffixes: set[str]) -> str:
+    """The ending of the file ``name`` if it is not among the ``suffixes`` endings, else ""."""
     ending = os.path.splitext(name)[1].lower()
-    return "" if ending in known else f"ending {ending}" if ending else "without ending"
+    return "" if ending in suffixes else f"ending {ending}" if ending else "without ending"
 
 
-def _archived(place: str, known: set[str], left_out: Counter[str]) -> list[PictureFile]:
+def _archived(path: str, suffixes: set[str], left_out: Counter[str]) -> list[PictureFile]:
     """The pictures in an archive, by name; others are counted in ``left_out``."""
-    kind = Path(place).suffix.lower()
-    found: dict[str, PictureFile] = {}
+    kind = Path(path).suffix.lower()
+    files: dict[str, PictureFile] = {}
     links: dict[str, str] = {}
-    with whole(place, f"{kind} archive", Exception):  # a damaged one fails in any way
-        for entry, link in (_zipped if kind == ".zip" else _tarred)(place):
-            if entry.member in found or entry.member in links:
+    with whole(path, f"{kind} archive", Exception):  # a damaged one fails in any way
+        for entry, link in (_zipped if kind == ".zip" else _tarred)(path):
+            if entry.member in files or entry.member in links:
                 left_out["replaced by a later one"] += 1
-            for kept in (found, links):
+            for kept in (files, links):
                 kept.pop(entry.member, None)
             if link is None:
-                found[entry.member] = entry
+                files[entry.member] = entry
             else:
                 links[entry.member] = link
     for name in links:
         target, steps = links[name], 0
         while target in links and steps < len(links):
             target, steps = links[target], steps + 1
-        if target in found:
-            found[name] = replace(found[target], member=name)
+        if target in files:
+            files[name] = replace(files[target], member=name)
         else:
             left_out["link to no file"] += 1
-    reasons = {name: "hidden" if hidden(name) else _other(name, known) for name in found}
+    reasons = {name: "hidden" if hidden(name) else _other(name, suffixes) for name in files}
     left_out.update(filter(None, reasons.values()))
-    return [found[name] for name in sorted(found) if not reasons[name]]
+    return [files[name] for name in sorted(files) if not reasons[name]]
 
 
-def _zipped(place: str) -> Iterator[tuple[PictureFile, str | None]]:
-    """The files in a .zip; of links also where they lead."""
-    with zipfile.ZipFile(place) as packed:
+def _zipped(path: str) -> Iterator[tuple[PictureFile, str | None]]:
+    """The files in a .zip, and the targets of links."""
+    with zipfile.ZipFile(path) as packed:
         for info in packed.infolist():
             sizes = (info.CRC, info.compress_size, info.file_size)
             about = (info.flag_bits, info.compress_type, *sizes)
-            entry = PictureFile(place, info.filename, info.header_offset, packed=about)
+            entry = PictureFile(path, info.filename, info.header_offset, packed=about)
             if stat.S_ISLNK(info.external_attr >> 16):
                 yield entry, _beside(info.filename, packed.read(info).decode())
             elif not info.is_dir():
                 yield entry, None
 
 
-def _tarred(place: str) -> Iterator[tuple[PictureFile, str | None]]:
-    """The files in a .tar that is not compressed; of links also where they lead."""
-    with tarfile.open(place, "r:") as tar:
+def _tarred(path: str) -> Iterator[tuple[PictureFile, str | None]]:
+    """The files in an uncompressed .tar, and the targets of links."""
+    with tarfile.open(path, "r:") as tar:
         while (info := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a million would be gigabytes
-            entry = PictureFile(place, info.name, info.offset_data, info.size)
+            entry = PictureFile(path, info.name, info.offset_data, info.size)
             if info.islnk():
                 yield entry, info.linkname
             elif info.issym():
@@ -325,9 +328,7 @@ def _beside(name: str, target: str) -> str:
 
 @contextlib.contextmanager
 def whole(path: str | Path, what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn errors of the block, ``errors`` among them, into a ``ValueError`` that ``path`` must be
-    a ``what``.
-    """
+    """Turn errors of the block, also ``errors``, into a ``ValueError``: ``path`` is no ``what``."""
     damage: tuple[type[Exception], ...] = (
         zipfile.BadZipFile,
         zlib.error,
@@ -353,6 +354,7 @@ def _rows(path: Path) -> Iterator[np.ndarray]:
 
 @contextlib.contextmanager
 def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
+    """The opened array of pictures in ``path``, read up to its numbers, and its shape."""
     with contextlib.ExitStack() as stack, whole(path, "numpy file"):
         file = _open_array(path, stack)
         with whole(path, "numpy file", ValueError):
@@ -366,26 +368,27 @@ def _array(path: Path) -> Iterator[tuple[IO[bytes], tuple[int, ...]]]:
 
 
 def array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, Fortran order and dtype of an array in numpy's format, whose data are read next.
+    """Shape, Fortran order and dtype of an array in numpy's format; the data come next in ``file``.
 
     Raises ``ValueError`` and ``EOFError`` for anything else.
     """
     formats = np.lib.format
     first = formats.read_magic(file) == (1, 0)
     read = formats.read_array_header_1_0 if first else formats.read_array_header_2_0
-    found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
-    return found
+    facts: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
+    return facts
 
 
 def _open_array(path: Path, stack: contextlib.ExitStack) -> IO[bytes]:
+    """The array's file inside ``path`` (.npy or .npz), opened."""
     if path.suffix.lower() == ".npy":
         return stack.enter_context(path.open("rb"))
     archive = stack.enter_context(zipfile.ZipFile(path))
     names = [n.removesuffix(".npy") for n in archive.namelist()]
     chosen = next((n for n in NAMES if n in names), names[0] if len(names) == 1 else None)
     if chosen is None:
-        held = ", ".join(names)
-        raise ValueError(f"{path} must hold {' or '.join(NAMES)}, or one array, got {held}")
+        listed = ", ".join(names)
+        raise ValueError(f"{path} must hold {' or '.join(NAMES)}, or one array, got {listed}")
     if f"{chosen}.npy" not in archive.namelist():
         raise ValueError(f"{path} must hold an array (.npy), got {chosen}; save it by numpy.savez")
     return stack.enter_context(archive.open(f"{chosen}.npy"))

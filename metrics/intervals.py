@@ -1,4 +1,4 @@
-"""Confidence intervals: how much a number would vary with other samples, apart from its bias.
+"""Confidence intervals: how much a number would vary with other samples (not its bias).
 
 A bootstrap for means and U-statistics (Efron 1979). The Fréchet distance gets a delete-a-group
 jackknife: resampling with replacement repeats samples, which lowers the covariance's rank and adds
@@ -35,11 +35,11 @@ class Bootstrap:
 
     def weights(self, count: int, draws: int | None = None) -> Tensor:
         """The number of times [B, N] float64 that each of ``count`` samples is in each resample."""
-        found = torch.zeros(draws or self.draws, count, dtype=torch.float64)
-        for row in found:
+        weights = torch.zeros(draws or self.draws, count, dtype=torch.float64)
+        for row in weights:
             drawn = torch.randint(count, (count,), generator=self.generator)
             row += torch.bincount(drawn, minlength=count)
-        return found
+        return weights
 
     def of_replicates(self, replicates: Tensor, what: str) -> Interval:
         """Percentiles of the statistic's ``replicates`` [B]; ``what`` was resampled."""
@@ -49,7 +49,7 @@ class Bootstrap:
         return Interval(low, high, LEVEL, f"bootstrap of {self.draws} over {what}")
 
     def of_mean(self, values: Tensor, what: str = "samples") -> Interval:
-        """Interval of the mean of ``values`` [N]; raises ``ValueError`` when there is none."""
+        """Interval of the mean of ``values`` [N]; raises ``ValueError`` for no values."""
         if not len(values):
             raise ValueError("an interval of a mean needs at least one value, got none")
         exact = values.double().cpu()
@@ -68,18 +68,18 @@ def frechet_interval(made: FeatureSet, reference: Gaussian, generator: torch.Gen
     """
     if len(made) < 2 * GROUPS:
         raise ValueError(f"an interval needs at least {2 * GROUPS} samples, got {len(made)}")
-    whole = FeatureStatistics.of(made)
-    found = []
+    statistics = FeatureStatistics.of(made)
+    values = []
     for rows in torch.randperm(len(made), generator=generator).chunk(GROUPS):
         group = FeatureStatistics.of(made.values[rows.to(made.values.device)])
-        count = whole.count - group.count
-        total = whole.total - group.total
-        rest = FeatureStatistics(count, total, whole.outer - group.outer, whole.protocol)
-        found.append(frechet_distance(rest, reference).value)
-    spread = float(torch.tensor(found, dtype=torch.float64).std(correction=1))
-    reach = student_quantile(len(found) - 1) * spread * (len(found) - 1) / len(found) ** 0.5
-    centre = frechet_distance(whole, reference).value
-    method = f"jackknife of {len(found)} groups, reference fixed"
+        count = statistics.count - group.count
+        total = statistics.total - group.total
+        kept = FeatureStatistics(count, total, statistics.outer - group.outer, statistics.protocol)
+        values.append(frechet_distance(kept, reference).value)
+    spread = float(torch.tensor(values, dtype=torch.float64).std(correction=1))
+    reach = student_quantile(len(values) - 1) * spread * (len(values) - 1) / len(values) ** 0.5
+    centre = frechet_distance(statistics, reference).value
+    method = f"jackknife of {len(values)} groups, reference fixed"
     return Interval(centre - reach, centre + reach, LEVEL, method)
 
 

@@ -50,7 +50,7 @@ class KernelResult:
     interval: Interval | None = None
 
     def measurement(self) -> Measurement:
-        """``full``, or ``mean`` where it was not measured; ``protocol["estimate"]`` says which."""
+        """``full``, or ``mean`` if that was not measured; ``protocol["estimate"]`` says which."""
         parts = {"subsets_mean": self.mean, "subsets_std": self.std}
         estimate = "mean over subsets" if self.full is None else "whole sets"
         value = self.mean if self.full is None else self.full
@@ -71,8 +71,8 @@ def kernel_distance(
     """Unbiased squared MMD between features [N, F] and [M, F], in float64.
 
     Subsets of ``subset_size`` (at most the smaller set) are drawn without replacement; ``std`` is
-    their population's. ``full=False`` skips the whole-set estimate, whose cost is (N + M)² F:
-    quicker above roughly 10,000 samples. ``bootstrap`` gives that estimate an interval.
+    their population's. ``full=False`` skips the whole-set estimate, which costs (N + M)² F: faster
+    above roughly 10,000 samples. ``bootstrap`` gives that estimate an interval.
     """
     x, y, protocol = exact_pair(first, second)
     if bootstrap and not full:
@@ -86,13 +86,13 @@ def kernel_distance(
     of_subsets, rest = values.split([subsets, len(values) - subsets])
     interval = bootstrap.of_replicates(rest[1:], "both sets") if bootstrap else None
     std = float(of_subsets.std(correction=0))
-    whole = float(rest[0]) if full else None
-    return KernelResult(float(of_subsets.mean()), std, whole, protocol, interval)
+    unsampled = float(rest[0]) if full else None
+    return KernelResult(float(of_subsets.mean()), std, unsampled, protocol, interval)
 
 
 def _picks(n: int, m: int, subsets: int, size: int, seed: int) -> Picks:
-    some = partial(torch.randperm, generator=torch.Generator().manual_seed(seed))
-    return [(some(n)[:size], some(m)[:size]) for _ in range(subsets)]
+    permutation = partial(torch.randperm, generator=torch.Generator().manual_seed(seed))
+    return [(permutation(n)[:size], permutation(m)[:size]) for _ in range(subsets)]
 
 
 def exact_pair(first: Features, second: Features) -> tuple[Tensor, Tensor, Protocol]:
@@ -136,17 +136,18 @@ def _in_one_pass(x: Tensor, y: Tensor, picks: Picks, bootstrap: Bootstrap | None
         of_subsets = rows.new_zeros(len(picks), len(rows))
         for subset, pick in zip(of_subsets, picks, strict=True):
             subset[pick[side].to(rows.device)] = 1
-        found = [of_subsets, rows.new_ones(1, len(rows))]
+        groups = [of_subsets, rows.new_ones(1, len(rows))]
         if bootstrap:
-            found.append(bootstrap.weights(len(rows)).to(rows))
-        weights.append(torch.cat(found))
+            groups.append(bootstrap.weights(len(rows)).to(rows))
+        weights.append(torch.cat(groups))
     return _mmd_squared(x, y, weights[0], weights[1])
 
 
 def _subset_by_subset(x: Tensor, y: Tensor, picks: Picks) -> Tensor:
-    found = []
+    """Squared MMD of every subset, one after the other."""
+    estimates = []
     for i, j in picks:
         a = x[i.to(x.device)]
         b = y[j.to(y.device)]
-        found.append(_mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b))))
-    return torch.cat(found)
+        estimates.append(_mmd_squared(a, b, a.new_ones(1, len(a)), b.new_ones(1, len(b))))
+    return torch.cat(estimates)

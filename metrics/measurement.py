@@ -20,7 +20,7 @@ SAMPLE_FACTS = ("counts", "files", "note")  # entries that say which samples wer
 
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval of ``level``; ``method`` says how it was made."""
+    """A confidence interval of ``level``, computed by ``method``."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The ``value`` of ``metric``; ``parts`` are the numbers it is made of."""
+    """The ``value`` of ``metric``; ``parts`` are the numbers that make it up."""
 
     metric: str
     value: float
@@ -55,7 +55,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """``first`` less ``second``, with the interval of independent samples where both have one."""
+    """``first`` minus ``second``, with the interval of independent samples if both have one."""
 
     metric: str
     value: float
@@ -68,7 +68,7 @@ class Difference:
 
 
 def difference(first: Measurement, second: Measurement) -> float:
-    """``first`` less ``second``; raises ``ValueError`` unless both measured the same way."""
+    """``first`` minus ``second``; raises ``ValueError`` unless both were measured in one way."""
     if first.metric != second.metric:
         raise ValueError(f"both must be the same metric, got {first.metric} and {second.metric}")
     one, two = (
@@ -84,7 +84,7 @@ def difference(first: Measurement, second: Measurement) -> float:
 
 
 def compare_results(first: Measurement, second: Measurement) -> Difference:
-    """``first`` less ``second``; raises ``ValueError`` unless both measured the same way."""
+    """``first`` minus ``second``; raises ``ValueError`` unless both were measured in one way."""
     value = difference(first, second)
     one = first.interval
     two = second.interval
@@ -97,7 +97,7 @@ def compare_results(first: Measurement, second: Measurement) -> Difference:
 
 
 def unequal_counts(first: Measurement, second: Measurement) -> str:
-    """A warning where a metric that is biased by small sets had sets of different sizes, or ""."""
+    """A warning if sets of different sizes gave a metric that small sets bias, else ""."""
     one, two = (m.protocol.get("counts") for m in (first, second))
     if first.metric not in BIASED or one is None or two is None or one == two:
         return ""
@@ -123,6 +123,6 @@ def parse_measurements(value: Any, path: Path) -> list[Measurement]:
         got = type(value).__name__
         raise ValueError(f"{path} must hold one result of specmm eval --json, got a {got}")
     try:
-        return [Measurement.from_json(found) for found in value.get("results", [value])]
+        return [Measurement.from_json(result) for result in value.get("results", [value])]
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} must hold a result of specmm eval --json ({error})") from None

@@ -27,15 +27,16 @@ def precision_recall(
 ) -> tuple[Measurement, Measurement]:
     """Shares of ``made`` [M, F] in the manifold of ``real`` [N, F] (precision), and vice versa.
 
-    ``bootstrap`` gives intervals over the points, the manifolds held fixed. Sets need more than k.
+    ``bootstrap`` gives intervals over the points, with fixed manifolds. Sets need more than k
+    samples.
     """
     x, y, protocol = _centred(real, made, k)
-    found = []
+    pair = []
     for name, points, centres in (("precision", y, x), ("recall", x, y)):
         inside = _inside(points, centres, _squared_radii(centres, k)).double()
         interval = bootstrap.of_mean(inside, "points, manifold fixed") if bootstrap else None
-        found.append(Measurement(name, float(inside.mean()), dict(protocol), interval=interval))
-    return found[0], found[1]
+        pair.append(Measurement(name, float(inside.mean()), dict(protocol), interval=interval))
+    return pair[0], pair[1]
 
 
 def _squared_radii(x: Tensor, k: int) -> Tensor:

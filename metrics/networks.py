@@ -1,4 +1,4 @@
-"""The feature networks: how pictures are prepared for each, and what its protocol says.
+"""The feature networks, each with its preparation of pictures and its protocol.
 
 Nothing is downloaded: the ``ValueError`` for missing weights or packages says how to get them.
 
@@ -36,7 +36,7 @@ class Inception(Extractor):
 
     Pictures are resized by TensorFlow 1's bilinear without antialias, as FID was published.
     ``dtype`` bfloat16 is twice as fast on CPUs with AMX, but it moved the FID of 250 pictures by up
-    to 0.4% and their KID by 1.5%. Raises ``ValueError`` for another ``dtype`` than it and float32.
+    to 0.4% and their KID by 1.5%. Raises ``ValueError`` for dtypes other than float32 and bfloat16.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FidelityInception(Extractor):
 
 
 class EfficientNetLite0(Extractor):
-    """EfficientNet-lite0 (Tan and Le 2019), TensorFlow's weights: its numbers are its own."""
+    """EfficientNet-lite0 (Tan and Le 2019), TensorFlow's weights; comparable only to itself."""
 
     def __init__(
         self, device: Device = "cpu", dtype: torch.dtype = float32, weights: Path | None = None
@@ -137,7 +137,7 @@ class DINOv2(Extractor):
     """timm's DINOv2 for FD-DINOv2 (Stein et al. 2023): the class token [N, F] at 224 pixels.
 
     ``weights`` is a folder with ``config.json`` and ``model.safetensors``. timm resamples the
-    position embedding its own way: compare with others' numbers to the leading digits only.
+    position embedding differently: compare only leading digits with published numbers.
     """
 
     def __init__(
@@ -192,14 +192,14 @@ class CLIP(Extractor):
         """Features [N, F] float32, on the CPU, of ``texts``; each is cut at the model's longest."""
         longest = self.model.config.text_config.max_position_embeddings
         options = {"padding": True, "truncation": True, "max_length": longest}
-        given = self._processor.tokenizer(list(texts), return_tensors="pt", **options)
-        found = self.model.get_text_features(**given.to(self.device))
-        return found.pooler_output.float().cpu()
+        encoded = self._processor.tokenizer(list(texts), return_tensors="pt", **options)
+        features = self.model.get_text_features(**encoded.to(self.device))
+        return features.pooler_output.float().cpu()
 
     def _pixels(self, pictures: Tensor) -> Tensor:
         rows = list(pictures.permute(0, 3, 1, 2).cpu())
-        found = self._processor.image_processor(rows, return_tensors="pt")
-        return found["pixel_values"].to(self.device)
+        inputs = self._processor.image_processor(rows, return_tensors="pt")
+        return inputs["pixel_values"].to(self.device)
 
     def _pictures(self, x: Tensor) -> Tensor:
         return self.model.get_image_features(x).pooler_output
@@ -214,4 +214,4 @@ def _package(module: str, line: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         package = module.split(".")[0]
-        raise ValueError(f"{package} is needed, got none; run: {line}") from None
+        raise ValueError(f"{package} must be installed, got none; run: {line}") from None

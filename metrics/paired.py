@@ -50,9 +50,7 @@ def reconstruction(
     extractor: Extractor | None = None,
     batch: int = 16,
 ) -> list[Measurement]:
-    """PSNR and SSIM, with an ``extractor`` rFID, of pairs [H, W, 3] uint8 of one size, of 11 pixels
-    or more.
-    """
+    """PSNR, SSIM and (by ``extractor``) rFID of pairs [H, W, 3] uint8 of one size, 11 or more."""
     metrics: dict[str, tuple[Score, Protocol]] = {"psnr": (psnr, PSNR), "ssim": (ssim, SSIM)}
     scores: dict[str, list[Tensor]] = {name: [] for name in metrics}
     sides: dict[int, FeatureStatistics] = {}  # 0: originals, 1: reconstructions
@@ -68,14 +66,14 @@ def reconstruction(
                     sides[side] = FeatureStatistics.empty(block.values.shape[1])
                 sides[side].update(block)
     source = getattr(originals, "protocol", {})
-    found = [
+    measurements = [
         _mean(name, torch.cat(scores[name]), {**source, **protocol})
         for name, (_, protocol) in metrics.items()
     ]
     if extractor is not None:
         fid = frechet_distance(sides[0], sides[1])
-        found.append(Measurement("rfid", fid.value, {**source, **fid.protocol}, fid.parts))
-    return found
+        measurements.append(Measurement("rfid", fid.value, {**source, **fid.protocol}, fid.parts))
+    return measurements
 
 
 def clip_score(
@@ -89,12 +87,12 @@ def clip_score(
         cosines = torch.cosine_similarity(features, model.texts([t for _, t in rows]))
         scores.append(cosines.clamp(min=0) * SCALE)
     protocol = {**model.protocol, **source, "scale": SCALE, "texts": "as given"}
-    found = _mean("clip_score", torch.cat(scores), protocol)
-    return replace(found, parts={"paper_scale_2.5": found.value * PAPER_SCALE / SCALE})
+    measurement = _mean("clip_score", torch.cat(scores), protocol)
+    return replace(measurement, parts={"paper_scale_2.5": measurement.value * PAPER_SCALE / SCALE})
 
 
 def psnr(first: Tensor, second: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio [n], dB, of pairs [n, 3, H, W] of 0..255; ``EQUAL`` at most."""
+    """Peak signal-to-noise ratio [n], dB, at most ``EQUAL``, of pairs [n, 3, H, W] of 0..255."""
     error = (first.double() - second.double()).square().mean((1, 2, 3))
     return (10 * (255**2 / error).log10()).clamp(max=EQUAL)
 
@@ -107,9 +105,9 @@ def ssim(first: Tensor, second: Tensor) -> Tensor:
         got = list(first.shape[2:])
         raise ValueError(f"SSIM needs pictures of at least {WINDOW} pixels, got {got}")
     # in float32 flat white areas of equal pictures lose 1e-4
-    found = measure(second.double(), first.double(), data_range=255.0, reduction="none")
-    assert isinstance(found, Tensor)
-    return found.reshape(-1)
+    scores = measure(second.double(), first.double(), data_range=255.0, reduction="none")
+    assert isinstance(scores, Tensor)
+    return scores.reshape(-1)
 
 
 def pairs(first: Iterable[T], second: Iterable[U], what: str) -> Iterator[tuple[T, U]]:
@@ -118,14 +116,18 @@ def pairs(first: Iterable[T], second: Iterable[U], what: str) -> Iterator[tuple[
     number = 0
     for number, (one, two) in enumerate(itertools.zip_longest(first, second, fillvalue=end), 1):
         if one is end or two is end:
-            more = "first" if two is end else "second"
-            raise ValueError(f"{what} must be equally many, got number {number} of the {more} only")
+            longer = "first" if two is end else "second"
+            raise ValueError(
+                f"there must be equally many {what}, got no partner for number {number} of the "
+                f"{longer}"
+            )
         yield one, two  # type: ignore[misc]  # neither is the end
     if not number:
         raise ValueError(f"{what} must be at least one pair, got none; pass some")
 
 
 def _stacks(rows: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of one size stacked as [n, 3, H, W]; ``ValueError`` for pairs of two sizes."""
     sizes: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}
     for one, two in rows:
         if one.shape != two.shape:
@@ -138,7 +140,7 @@ def _stacks(rows: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]
 
 
 def _mean(metric: str, scores: Tensor, protocol: Protocol) -> Measurement:
-    """The mean of ``scores`` [N] with its normal interval, None for a single one."""
+    """The mean of ``scores`` [N] with its normal interval, None for a single score."""
     exact = scores.double()
     value = float(exact.mean())
     interval = None

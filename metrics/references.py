@@ -62,19 +62,19 @@ def read_reference(path: Path, *, spatial: bool = False) -> Reference:
 
     Raises ``ValueError`` for any other file.
     """
-    found = _arrays(path)
+    arrays = _arrays(path)
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
-    if not set(names) <= set(found):
-        held = ", ".join(sorted(found))
-        raise ValueError(f"{path} must hold {' and '.join(names)}, got {held}{_hint(found)}")
-    mean, covariance = (torch.as_tensor(np.asarray(found[n]), dtype=torch.float64) for n in names)
-    if "protocol" in found:
-        own = json.loads(str(found["protocol"]))
+    if not set(names) <= set(arrays):
+        present = ", ".join(sorted(arrays))
+        raise ValueError(f"{path} must hold {' and '.join(names)}, got {present}{_hint(arrays)}")
+    mean, covariance = (torch.as_tensor(np.asarray(arrays[n]), dtype=torch.float64) for n in names)
+    if "protocol" in arrays:
+        protocol = json.loads(str(arrays["protocol"]))
     else:
-        npz = "adm" if "mu_s" in found else "clean-fid"
-        own = {"source": f"{npz if path.suffix == '.npz' else 'torch-fidelity'} statistics"}
-    count = int(found["count"]) if "count" in found else None
-    return Reference(mean, covariance, count, own)
+        npz = "adm" if "mu_s" in arrays else "clean-fid"
+        protocol = {"source": f"{npz if path.suffix == '.npz' else 'torch-fidelity'} statistics"}
+    count = int(arrays["count"]) if "count" in arrays else None
+    return Reference(mean, covariance, count, protocol)
 
 
 def write_reference(
@@ -102,6 +102,7 @@ def write_reference(
 
 
 def _arrays(path: Path) -> dict[str, Any]:
+    """The arrays of a file of statistics, by name."""
     if not path.is_file():
         raise ValueError(f"{path} must be a file of statistics (.npz or .pt), there is none")
     try:
@@ -121,19 +122,19 @@ def _npz(path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """The dictionary in a torch file, from which only arrays and tensors are made."""
+    """The dictionary in a torch file; only arrays and tensors are loaded from it."""
     make = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
     floats = [type(np.dtype(kind)) for kind in (np.float64, np.float32)]
     in_numpy_1 = (make, "numpy.core.multiarray._reconstruct")  # the name in older files
     allowed: list[Any] = [np.ndarray, np.dtype, *floats, make, in_numpy_1]
     with torch.serialization.safe_globals(allowed):
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a dictionary of mu and sigma, got {type(found).__name__}")
-    return found
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a dictionary of mu and sigma, got {type(content).__name__}")
+    return content
 
 
-def _hint(found: Mapping[str, Any]) -> str:
-    if "arr_0" in found or "images" in found:
+def _hint(arrays: Mapping[str, Any]) -> str:
+    if "arr_0" in arrays or "images" in arrays:
         return "; these are pictures, extract their features first"
-    return "; these are features, load them as such" if {"feats", "values"} & set(found) else ""
+    return "; these are features, load them as such" if {"feats", "values"} & set(arrays) else ""

@@ -44,23 +44,24 @@ def read_files(paths: Sequence[Path]) -> tuple[list[Row], list[Row]]:
     quality: dict[str, Row] = {}
     measured: dict[str, Measurement] = {}
     for row in itertools.chain.from_iterable(map(_read, paths)):
-        found = row.get("measurement")
+        result = row.get("measurement")
         if isinstance(row.get("speedup"), int | float):
             speed.append(row)
-        elif isinstance(found, Measurement):
-            difference(measured.setdefault(found.metric, found), found)  # or raises
-            known = quality.setdefault(row["method"], {"method": row["method"]})
-            known |= {found.metric: found.value, "samples": found.protocol.get("counts", [None])[0]}
-            if found.interval:
-                known[f"{found.metric}_low"] = found.interval.low
-                known[f"{found.metric}_high"] = found.interval.high
+        elif isinstance(result, Measurement):
+            difference(measured.setdefault(result.metric, result), result)  # or raises
+            entry = quality.setdefault(row["method"], {"method": row["method"]})
+            counts = result.protocol.get("counts", [None])
+            entry |= {result.metric: result.value, "samples": counts[0]}
+            if result.interval:
+                entry[f"{result.metric}_low"] = result.interval.low
+                entry[f"{result.metric}_high"] = result.interval.high
         elif isinstance(row.get("fid"), int | float):
             quality.setdefault(row["method"], {}).update(row)
     return speed, list(quality.values())
 
 
 def join(speed: Sequence[Row], quality: Sequence[Row]) -> list[Row]:
-    """Rows of methods that have both a speed and a quality; of several speeds, the fastest."""
+    """Rows of methods that have both a speed and a quality; of several speeds the fastest."""
     fastest = {r["method"]: r for r in sorted(speed, key=lambda r: r["speedup"])}
     return [{**fastest[q["method"]], **q} for q in quality if q["method"] in fastest]
 
@@ -103,6 +104,7 @@ def cell(value: object) -> str:
 
 
 def _read(path: Path) -> list[Row]:
+    """The rows of a result file, each with its method."""
     if path.suffix == ".csv":
         return _csv(path)
     if path.suffix != ".json":
@@ -112,13 +114,13 @@ def _read(path: Path) -> list[Row]:
     rows = value.get("rows", value) if isinstance(value, dict) else value
     if isinstance(rows, list) and rows and all(isinstance(r, dict) and "method" in r for r in rows):
         return [{**r, "method": r.get("label", r["method"]), "certificate": _kind(r)} for r in rows]
-    found = parse_measurements(value, path)
-    return [{"method": value.get("name", path.stem), "measurement": m} for m in found]
+    measurements = parse_measurements(value, path)
+    return [{"method": value.get("name", path.stem), "measurement": m} for m in measurements]
 
 
 def _kind(row: Row) -> object:
-    found = row.get("certificate")
-    return found.get("kind") if isinstance(found, dict) else found
+    certificate = row.get("certificate")
+    return certificate.get("kind") if isinstance(certificate, dict) else certificate
 
 
 def _csv(path: Path) -> list[Row]:
@@ -166,6 +168,7 @@ def draw_trade(rows: Sequence[Row], path: Path, floor: float | None = None) -> P
 
 
 def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
+    """A figure with the plot's axes, titles and grid."""
     with needed("a plot", "bench"):
         from matplotlib import color_sequences
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -174,8 +177,8 @@ def _axes(rows: Sequence[Row]) -> tuple[Figure, Axes]:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_prop_cycle(color=color_sequences["tab20"])
-    each = f" ({rows[0]['samples']} samples each)" if _same_count(rows) else ""
-    axes.set(title=f"Quality against speed: circles exact, triangles relaxed{each}")
+    suffix = f" ({rows[0]['samples']} samples each)" if _same_count(rows) else ""
+    axes.set(title=f"Quality against speed: circles exact, triangles relaxed{suffix}")
     axes.set(xlabel="speed-up over plain decoding", ylabel="FID (lower is better)")
     axes.grid(alpha=0.3)
     return figure, axes

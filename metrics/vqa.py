@@ -84,14 +84,14 @@ def soft_accuracy(
     if len(annotators) < 2:
         got = f"{len(annotators)} answer"
         raise ValueError(f"VQA accuracy leaves an annotator out, got {got}; use exact match")
-    wanted, *given = map(_one_line, (prediction, *annotators))
-    if variant == "protocol" or len(set(given)) > 1:
-        wanted, *given = map(normalise, (wanted, *given))
-    same = given.count(wanted)
+    answer, *other_answers = map(_one_line, (prediction, *annotators))
+    if variant == "protocol" or len(set(other_answers)) > 1:
+        answer, *other_answers = map(normalise, (answer, *other_answers))
+    same = other_answers.count(answer)
     if not same:
         return 0.0
-    others = len(given) - same
-    return (same * min(1.0, (same - 1) / 3) + others * min(1.0, same / 3)) / len(given)
+    others = len(other_answers) - same
+    return (same * min(1.0, (same - 1) / 3) + others * min(1.0, same / 3)) / len(other_answers)
 
 
 def vqa_accuracy(

@@ -34,8 +34,8 @@ class KnownWeights:
         if not self.companions:
             file = place / self.file if place.is_dir() else place
             return file if file.is_file() else None
-        held = any((place / f).is_file() for f in (self.file, "pytorch_model.bin"))
-        return place if held and all((place / f).is_file() for f in self.companions) else None
+        weights = any((place / f).is_file() for f in (self.file, "pytorch_model.bin"))
+        return place if weights and all((place / f).is_file() for f in self.companions) else None
 
     def how(self, folder: Path) -> str:
         """Instructions to get them: a package to install, or files to put into ``folder``."""
@@ -89,34 +89,34 @@ def weights_folder() -> Path:
 
 
 def locate(name: str, given: Path | None = None) -> Path:
-    """The file of the weights called ``name``, or their folder where they are several files.
+    """The file of the weights called ``name``, or their folder if they are several files.
 
     Looked for in ``given`` (file or folder) only, or without it in ``weights_folder()``, a package,
-    torch hub's cache and the HF cache. The ``ValueError`` says which file to put where.
+    torch hub's cache and the HF cache. Raises ``ValueError`` saying which file to put where.
     """
     if name not in KNOWN:
         raise unknown("weights", name, KNOWN)
-    wanted = KNOWN[name]
-    for place in _places(name, wanted) if given is None else [given]:
-        found = wanted.inside(place)
-        if found is not None:
-            return found
-    files = ", ".join([wanted.file, *wanted.companions])
+    weights = KNOWN[name]
+    for candidate in _places(name, weights) if given is None else [given]:
+        path = weights.inside(candidate)
+        if path is not None:
+            return path
+    files = ", ".join([weights.file, *weights.companions])
     where = given or "the weights folder, a package, torch hub's or HF's cache"
     folder = weights_folder() / name
-    hint = wanted.how(folder)
-    if wanted.install:
+    hint = weights.how(folder)
+    if weights.install:
         hint = f"run: {hint}, or put it in {folder}"
     raise ValueError(f"the weights {name!r} need {files} in {where}, got none; {hint}")
 
 
 def weights_table() -> list[dict[str, str]]:
-    """A row a known set: name, what, licence, ``found`` (its path, or "no"), how to ``get`` it."""
+    """A row a network: name, what, licence, ``found`` (its path or "no"), how to ``get`` it."""
     rows = []
-    for name, wanted in KNOWN.items():
-        found = next((f for p in _places(name, wanted) if (f := wanted.inside(p))), "no")
-        facts = {"name": name, "what": wanted.what, "licence": wanted.licence}
-        rows.append({**facts, "found": str(found), "get": wanted.how(weights_folder() / name)})
+    for name, weights in KNOWN.items():
+        path = next((f for p in _places(name, weights) if (f := weights.inside(p))), "no")
+        facts = {"name": name, "what": weights.what, "licence": weights.licence}
+        rows.append({**facts, "found": str(path), "get": weights.how(weights_folder() / name)})
     return rows
 
 
@@ -127,7 +127,7 @@ def fingerprint(path: Path) -> str:
 
 
 def main_file(folder: Path) -> Path:
-    """The weights in a ``folder`` of a model; raises ``ValueError`` where there are none."""
+    """The weights in a model's ``folder``; raises ``ValueError`` if there are none."""
     names = ("model.safetensors", "pytorch_model.bin")
     for file in (folder / n for n in names):
         if file.is_file():
@@ -135,18 +135,19 @@ def main_file(folder: Path) -> Path:
     raise ValueError(f"{folder} must hold {' or '.join(names)}, got neither")
 
 
-def _places(name: str, wanted: KnownWeights) -> list[Path]:
+def _places(name: str, weights: KnownWeights) -> list[Path]:
+    """Folders in which to look for the weights called ``name``, in order."""
     places = [weights_folder() / name, weights_folder()]
-    if wanted.package:
-        spec = importlib.util.find_spec(wanted.package[0])  # located, not imported
+    if weights.package:
+        spec = importlib.util.find_spec(weights.package[0])  # located, not imported
         if spec and spec.origin:
-            places.append(Path(spec.origin).parent / wanted.package[1])
+            places.append(Path(spec.origin).parent / weights.package[1])
     places.append(Path(torch.hub.get_dir()) / "checkpoints")
-    if wanted.companions:
+    if weights.companions:
         from huggingface_hub import try_to_load_from_cache
 
-        repository = wanted.url.removeprefix("https://huggingface.co/")
-        found = try_to_load_from_cache(repository, wanted.companions[0])
-        if isinstance(found, str):
-            places.append(Path(found).parent)
+        repository = weights.url.removeprefix("https://huggingface.co/")
+        cached = try_to_load_from_cache(repository, weights.companions[0])
+        if isinstance(cached, str):
+            places.append(Path(cached).parent)
     return places

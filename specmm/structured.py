@@ -3,8 +3,8 @@
 >>> pipe = specmm.TextPipeline.from_pretrained("pocket/coder", method="block")
 >>> pipe("x = ", grammar=specmm.structured.json_schema({"type": "array"}), max_new_tokens=32)
 
-xgrammar (arXiv 2411.15100) tells which tokens are allowed next. Its matchers can roll back, so a
-draft tree is checked path by path, and never below a token that is not allowed.
+xgrammar (arXiv 2411.15100) computes which tokens are allowed next. Its matchers can roll back, so a
+draft tree is checked path by path, and never below a forbidden token.
 
 Shape letters: B batch, N nodes, V vocabulary.
 """
@@ -56,13 +56,14 @@ class Grammar:
 
         Raises ``ValueError`` for a source that is invalid for its kind, and without xgrammar.
         """
-        known = _compiled.setdefault(tokenizer, {})
+        cached = _compiled.setdefault(tokenizer, {})
         key = (self, vocabulary, tuple(ends))
-        if key not in known:
-            known[key] = self._compile(tokenizer, vocabulary, list(ends))
-        return known[key]
+        if key not in cached:
+            cached[key] = self._compile(tokenizer, vocabulary, list(ends))
+        return cached[key]
 
     def _compile(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[int]) -> Any:
+        """The grammar compiled by xgrammar for a tokenizer."""
         with needed(f"a {self.kind}", "structured"):
             import xgrammar
         if not ends:
@@ -82,9 +83,9 @@ class Grammar:
             }
             return how[self.kind](self.source)
         except Exception as error:  # several classes, none of them documented
-            said = " ".join(str(error).split()) or type(error).__name__
-            said = re.sub(r"^\[[\d:]+\] \S+: ", "", said)  # when, and where in its source
-            raise ValueError(f"{self.kind} cannot be used, got: {said}") from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = re.sub(r"^\[[\d:]+\] \S+: ", "", reason)  # when, and where in its source
+            raise ValueError(f"{self.kind} cannot be used, got: {reason}") from error
 
     def __str__(self) -> str:
         names = {"regex": "regular expression", "grammar": "EBNF"}
@@ -94,42 +95,42 @@ class Grammar:
 def json_schema(
     schema: str | Path | Mapping[str, Any] | type, any_whitespace: bool = True
 ) -> Grammar:
-    """JSON by a ``schema``: a dict, its text, a file, or a class of pydantic. Without
-    ``any_whitespace`` it is on one line, which leaves more tokens certain, and answers faster.
+    """JSON that follows a ``schema``: a dict, its text, a file, or a pydantic class. Without
+    ``any_whitespace`` it is on one line, which forces more tokens, so answers are faster.
 
-    Raises ``ValueError`` for one that is no JSON object.
+    Raises ``ValueError`` if the schema is not a JSON object.
     """
     model = getattr(schema, "model_json_schema", None)
-    found: Any = schema if model is None else model()
-    if isinstance(found, str | Path):
-        text = _text(found)
+    parsed: Any = schema if model is None else model()
+    if isinstance(parsed, str | Path):
+        text = _text(parsed)
         try:
-            found = json.loads(text)
+            parsed = json.loads(text)
         except ValueError as error:
             raise ValueError(f"json_schema must be JSON, got {text[:60]!r} ({error})") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"json_schema must be a JSON object, got {type(found).__name__}")
-    return Grammar("json_schema", json.dumps(found), any_whitespace)
+    if not isinstance(parsed, Mapping):
+        raise ValueError(f"json_schema must be a JSON object, got {type(parsed).__name__}")
+    return Grammar("json_schema", json.dumps(parsed), any_whitespace)
 
 
-def of_call(given: Any) -> Grammar:
+def of_call(value: Any) -> Grammar:
     """The grammar in a call's argument: a :class:`Grammar`, a JSON schema as a dict, or a pydantic
     class.
 
     Raises ``ValueError`` for anything else.
     """
-    if isinstance(given, Grammar):
-        return given
-    if isinstance(given, Mapping) or hasattr(given, "model_json_schema"):
-        return json_schema(given)
+    if isinstance(value, Grammar):
+        return value
+    if isinstance(value, Mapping) or hasattr(value, "model_json_schema"):
+        return json_schema(value)
     raise ValueError(
-        f"grammar must be of specmm.structured or a dict, got {type(given).__name__}; give "
+        f"grammar must be of specmm.structured or a dict, got {type(value).__name__}; give "
         "specmm.structured.json_schema(…), regex(…) or grammar(…)"
     )
 
 
 def regex(pattern: str) -> Grammar:
-    """Texts that match ``pattern`` as a whole."""
+    """Texts that match all of ``pattern``."""
     return Grammar("regex", pattern)
 
 
@@ -138,16 +139,16 @@ def grammar(ebnf: str | Path) -> Grammar:
     return Grammar("grammar", _text(ebnf))
 
 
-def _text(given: str | Path) -> str:
-    """``given`` if it is text, or the content of the file."""
-    place = Path(given) if isinstance(given, Path) or len(given) < 256 else None
-    if isinstance(given, Path) or (place is not None and "\n" not in given and place.is_file()):
-        assert place is not None
+def _text(text: str | Path) -> str:
+    """``text``, or the content of the file that it names."""
+    file = Path(text) if isinstance(text, Path) or len(text) < 256 else None
+    if isinstance(text, Path) or (file is not None and "\n" not in text and file.is_file()):
+        assert file is not None
         try:
-            return place.read_text()
+            return file.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{place} must be a file of text, got: {error}") from error
-    return given
+            raise ValueError(f"{file} must be a file of text, got: {error}") from error
+    return text
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Mask:
 
 
 class Matchers:
-    """The tokens allowed after an answer, by row; matchers roll back to where answers part."""
+    """The tokens allowed after an answer, by row; matchers roll back to the common prefix."""
 
     def __init__(self, compiled: Sequence[Any]) -> None:
         self.compiled = list(compiled)  # one for all rows, or one a row
@@ -176,7 +177,7 @@ class Matchers:
         self._masks: dict[tuple[int, ...], Mask | None] = {}  # the latest, by row and answer
 
     def mask(self, row: int, answer: Sequence[int]) -> Mask | None:
-        """The tokens allowed after ``answer``; None if it has ended or breaks the grammar.
+        """The tokens allowed after ``answer``; None if it is complete or breaks the grammar.
 
         Raises ``ValueError`` if no token of the tokenizer can continue it.
         """
@@ -188,11 +189,12 @@ class Matchers:
         return self._masks[key]
 
     def forced(self, row: int, answer: Sequence[int]) -> bytes:
-        """The text that must follow ``answer``; empty if several may."""
+        """The text that must follow ``answer``; empty if several texts may."""
         matcher = self._matcher(row, answer)
         return b"" if matcher is None else str(matcher.find_jump_forward_string()).encode()
 
     def _mask(self, row: int, answer: Sequence[int]) -> Mask | None:
+        """The allowed tokens as :meth:`mask` gives them, not cached."""
         from xgrammar import allocate_token_bitmask
 
         matcher = self._matcher(row, answer)
@@ -202,28 +204,28 @@ class Matchers:
         matcher.fill_next_token_bitmask(words)
         if not bool(words.any()):
             raise ValueError(
-                "no token may follow by this grammar: the tokenizer cannot spell it; give one of "
-                "letters that it has"
+                "the grammar must allow text that the tokenizer can spell, got none; use "
+                "characters that it has"
             )
         return Mask(words[0])
 
     def _matcher(self, row: int, answer: Sequence[int]) -> Any:
-        """xgrammar's matcher of ``row`` after ``answer``; None if none may follow."""
+        """xgrammar's matcher of ``row`` after ``answer``; None if no token may follow."""
         from xgrammar import GrammarMatcher
 
         if row not in self._rows:
-            own = self.compiled[row if len(self.compiled) > 1 else 0]
-            self._rows[row] = GrammarMatcher(own), []
-        matcher, said = self._rows[row]
-        pairs = enumerate(zip(said, answer, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(said), len(answer)))
-        if same < len(said):
-            matcher.rollback(len(said) - same)
-            del said[same:]
+            compiled = self.compiled[row if len(self.compiled) > 1 else 0]
+            self._rows[row] = GrammarMatcher(compiled), []
+        matcher, read = self._rows[row]
+        pairs = enumerate(zip(read, answer, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(read), len(answer)))
+        if same < len(read):
+            matcher.rollback(len(read) - same)
+            del read[same:]
         for token in answer[same:]:
             if matcher.is_terminated() or not matcher.accept_token(token):
                 return None
-            said.append(token)
+            read.append(token)
         return None if matcher.is_terminated() else matcher
 
 
@@ -239,15 +241,13 @@ class Spelling:
 
     @classmethod
     def of(cls, matchers: Matchers, tokenizer: PreTrainedTokenizerBase) -> Spelling:
-        """Spells the text that ``matchers`` force in tokens of ``tokenizer``, whose table is made
-        once.
-        """
-        known = _compiled.setdefault(tokenizer, {})
-        if cls not in known:
+        """Spells the text that ``matchers`` force in ``tokenizer``'s tokens; makes one table."""
+        cached = _compiled.setdefault(tokenizer, {})
+        if cls not in cached:
             texts = list(matchers.compiled[0].tokenizer_info.decoded_vocab)
             ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
-            known[cls] = ids, max(map(len, ids))
-        return cls(matchers, *known[cls])
+            cached[cls] = ids, max(map(len, ids))
+        return cls(matchers, *cached[cls])
 
     def forced(self, row: int, answer: Sequence[int]) -> int | None:
         """The longest token of the text that must follow ``answer``; None if several texts may."""
@@ -294,14 +294,14 @@ class SpelledDrafts:
         ]
         depth = max(len(ids) for ids, _ in rows) - 1
         tokens = [ids + [0] * (depth + 1 - len(ids)) for ids, _ in rows]
-        made = torch.tensor(tokens, device=tree.tokens.device)
+        spelled_tokens = torch.tensor(tokens, device=tree.tokens.device)
         probs = None
         if tree.probs is not None:  # drafts without distributions are certain
-            probs = F.one_hot(made, tree.probs.shape[-1]).to(tree.probs)
+            probs = F.one_hot(spelled_tokens, tree.probs.shape[-1]).to(tree.probs)
             for row, (_, drawn) in enumerate(rows):
-                for node, own in drawn.items():
-                    probs[row, node] = own
-        return DraftTree(made, TreeShape.chain(depth, made.device), probs)
+                for node, node_probs in drawn.items():
+                    probs[row, node] = node_probs
+        return DraftTree(spelled_tokens, TreeShape.chain(depth, spelled_tokens.device), probs)
 
     def _spelled(
         self, row: int, drafts: list[int], probs: Tensor | None
@@ -310,26 +310,26 @@ class SpelledDrafts:
         were drawn from ``probs`` [N, V].
         """
         answer = self.answer(row)
-        said = drafts[:1]
+        tokens = drafts[:1]
         drawn: dict[int, Tensor] = {}
         for node in range(1, self.max_depth + 1):
-            mask = self.spelling.matchers.mask(row, answer + said)
+            mask = self.spelling.matchers.mask(row, answer + tokens)
             if mask is None:
                 break
             token = drafts[node] if node < len(drafts) else None
             may = token is not None and token in mask
-            must = None if may and probs is None else self.spelling.forced(row, answer + said)
+            must = None if may and probs is None else self.spelling.forced(row, answer + tokens)
             if token is not None and probs is not None:
-                own = probs[node].masked_fill(mask.others(probs[node]), 0)
+                allowed = probs[node].masked_fill(mask.others(probs[node]), 0)
                 if must is not None:
-                    own[must] += 1 - own.sum()
-                drawn[node] = own / own.sum()
-            found = token if may else must
-            if found is None:
+                    allowed[must] += 1 - allowed.sum()
+                drawn[node] = allowed / allowed.sum()
+            spelled = token if may else must
+            if spelled is None:
                 drawn.pop(node, None)
                 break
-            said.append(found)
-        return said, drawn
+            tokens.append(spelled)
+        return tokens, drawn
 
 
 @dataclass
@@ -365,8 +365,8 @@ class Constrained:
                 dead = parent >= 0 and (before is None or path[-1] not in before)
                 masks.append(None if dead else self.matchers.mask(row, [*answer, *path]))
                 if (mask := masks[-1]) is not None:
-                    own = logits[row, node]
-                    own.masked_fill_(mask.others(own), float("-inf"))
+                    node_logits = logits[row, node]
+                    node_logits.masked_fill_(mask.others(node_logits), float("-inf"))
         return self.plain.probs(logits, history, tree, out)
 
 

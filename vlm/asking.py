@@ -1,4 +1,4 @@
-"""From pictures, videos and questions to a model's inputs: open them, ask the processor, pad.
+"""Turns pictures, videos and questions into a model's inputs: opens, processes and pads them.
 
 Shape letters: B batch, L positions.
 """
@@ -29,9 +29,7 @@ Texts = str | Sequence[str]
 
 @dataclass(frozen=True)
 class Questions:
-    """B questions, or chats, and the pictures and videos of each; without ``chat`` they are prompts
-    with placeholders.
-    """
+    """B questions or chats with their pictures and videos; not ``chat``: they hold placeholders."""
 
     texts: Sequence[str | Chat]
     pictures: list[list[Image.Image]]
@@ -58,14 +56,14 @@ class Questions:
         if not texts or not all(text.strip() for text in texts):
             raise ValueError("question must not be empty")
         single = isinstance(questions, str)
-        images = _apart(images)
-        shown = [images] if single else _per_question("images", "picture", images, len(texts))
+        images = _as_list(images)
+        pictures = [images] if single else _per_question("images", "picture", images, len(texts))
         clips = [videos] if single else _per_question("videos", "video", videos, len(texts))
         return cls(
             texts,
             [
                 _each(item, lambda value: not isinstance(value, list | tuple), open_image)
-                for item in shown
+                for item in pictures
             ],
             [_each(item, is_video, partial(open_video, fps=fps)) for item in clips],
             chat,
@@ -105,32 +103,32 @@ class Questions:
             wording.conversation(processor, text)
             if isinstance(text, Chat)
             else wording.prompt(
-                processor, text, {"image": len(shown), "video": len(clips)}, self.chat
+                processor, text, {"image": len(pictures), "video": len(clips)}, self.chat
             )
-            for text, shown, clips in rows
+            for text, pictures, clips in rows
         ]
         return wording.read(processor, prompts, self.pictures, self.videos)
 
 
-def _apart(images: Any) -> Any:
+def _as_list(images: Any) -> Any:
     """Pictures of one array or tensor [N, ...] as a list of them."""
     stacked = isinstance(images, np.ndarray | Tensor) and images.ndim == 4
     return list(images) if stacked else images
 
 
-def _each(given: Any, is_one: Callable[[Any], bool], opened: Callable[[Any], Any]) -> list[Any]:
-    """The pictures or videos ``given`` with one question (none, one or several), opened."""
-    if given is None:
+def _each(media: Any, is_one: Callable[[Any], bool], opened: Callable[[Any], Any]) -> list[Any]:
+    """The pictures or videos ``media`` of one question (none, one or several), opened."""
+    if media is None:
         return []
-    return [opened(item) for item in ([given] if is_one(given) else given)]
+    return [opened(item) for item in ([media] if is_one(media) else media)]
 
 
-def _per_question(name: str, one: str, given: Any, count: int) -> list[Any]:
-    """``given`` as a list with an entry for each of ``count`` questions."""
-    each = [None] * count if given is None else given
-    if not isinstance(each, list | tuple) or len(each) != count:
-        got = len(each) if isinstance(each, list | tuple) else f"one {one}"
+def _per_question(name: str, one: str, media: Any, count: int) -> list[Any]:
+    """``media`` as a list with one entry for each of ``count`` questions."""
+    entries = [None] * count if media is None else media
+    if not isinstance(entries, list | tuple) or len(entries) != count:
+        got = len(entries) if isinstance(entries, list | tuple) else f"one {one}"
         raise ValueError(
             f"{name} must be a list with an entry for each of the {count} questions, got {got}"
         )
-    return list(each)
+    return list(entries)

@@ -1,9 +1,9 @@
 """MSD heads for other engines: EAGLE-1 heads, for text prompts.
 
 After a text prompt an MSD head is an EAGLE-1 head, under the parameter names of SafeAILab's format,
-which SGLang serves as ``LlamaForCausalLMEagle``. It takes a picture's slots raw, which no format
-can express: on pictures drafts are still verified, but fewer are accepted. No other format has such
-layers: EAGLE-3's norm their inputs, and speculators' own ``eagle`` is gone from its releases. For
+which SGLang serves as ``LlamaForCausalLMEagle``. It reads a picture's slots without ``fc``, which
+no format can express: after pictures its drafts are still verified, but fewer are accepted. No
+other format fits: EAGLE-3's layers norm their inputs, and speculators removed its ``eagle``. For
 the MSD format see ``msd``.
 """
 
@@ -22,7 +22,7 @@ def to_eagle(folder: Path, target: PreTrainedModel, out: Path) -> str:
     """Write the head in ``folder`` of the ``target`` model for text prompts; returns a note for
     users.
 
-    Raises ``ValueError`` for heads that EAGLE-1 has no form for.
+    Raises ``ValueError`` for heads that EAGLE-1's format cannot express.
     """
     embeddings = drafted_embeddings(target)
     head = load_msd(folder, embeddings)

@@ -6,8 +6,8 @@ A composed folder has ``projector.safetensors`` and a ``config.json`` that names
 the whole is transformers' own ``LlavaForConditionalGeneration``.
 
 Drafters are in ``drafters/``: ``text`` holds a language model, ``vlm`` a small vision-language
-model (without one the first expert drafts), ``msd`` an MSD head, ``experts`` a folder for each
-model of Speculative Verdict, and optionally ``prompts.json`` with other prompts for them.
+model (else the first expert drafts), ``msd`` an MSD head, and ``experts`` a folder for each model
+of Speculative Verdict and, optionally, ``prompts.json`` with their prompts.
 
 Shape letters: B pictures, N patches, D channels, S pixels a side that the tower sees.
 """
@@ -75,7 +75,7 @@ STD = 128 / 255
 
 
 def load_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """The vision-language model in ``folder``; ``ValueError`` when it holds something else.
+    """The vision-language model in ``folder``; ``ValueError`` if it holds none.
 
     ``options`` go to transformers' ``from_pretrained``.
     """
@@ -98,25 +98,25 @@ def load_model(folder: Path, dtype: torch.dtype | None = None, **options: Any) -
 
 
 def load_processor(folder: Path) -> Any:
-    """The processor beside the model; ``ValueError`` when there is none."""
+    """The processor beside the model; ``ValueError`` if there is none."""
     if is_composed(folder):
         return build_processor(read_json(folder / "config.json")["language_model"])
     try:
-        found = pretrained.load_processor(folder)
+        processor = pretrained.load_processor(folder)
     except ImportError as error:  # some processors need packages of their own
         reason = " ".join(str(error).split())
         raise ValueError(f"the processor of {folder} needs a package: {reason}") from error
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{folder} must hold a processor beside the model ({error})") from error
-    if not hasattr(found, "tokenizer"):
+    if not hasattr(processor, "tokenizer"):
         raise ValueError(
-            f"{folder} must hold a processor of pictures and text, got a {type(found).__name__}"
+            f"{folder} must hold a processor of pictures and text, got a {type(processor).__name__}"
         )
-    return found
+    return processor
 
 
 def load_small(folder: Path, target: PreTrainedModel, method: str) -> SmallModel:
-    """The small vision-language model in ``folder`` with its processor, as ``target`` is."""
+    """The small vision-language model in ``folder``, placed as ``target`` is, and its processor."""
     processor = load_processor(folder) if (folder / "processor_config.json").is_file() else None
     return SmallModel(prepack(load_model(folder, target.dtype).to(target.device)), processor)
 
@@ -127,7 +127,7 @@ def is_composed(folder: Path) -> bool:
 
 
 def missing_parts(folder: Path) -> list[str]:
-    """The packages that the composed model of ``folder`` needs and that are not installed."""
+    """The packages of the composed model in ``folder`` that are not installed."""
     language = find_target(read_json(folder / "config.json")["language_model"])
     missing = missing_packages(language) if is_packaged(language) else []
     tower = (efficientnet.CODE, efficientnet.WEIGHTS)
@@ -206,8 +206,8 @@ def save_composed(
     """Write the projector of ``model`` (bf16), and a config that names the models it belongs to."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = model.model.multi_modal_projector.state_dict()
-    kept = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items()}
-    save_file(kept, folder / PROJECTOR)
+    tensors = {k: v.detach().to(torch.bfloat16).contiguous() for k, v in weights.items()}
+    save_file(tensors, folder / PROJECTOR)
     vision: Any = model.config.vision_config
     facts = {
         "model_type": "llava",
@@ -235,7 +235,7 @@ class TowerConfig(PreTrainedConfig):
 class Tower(PreTrainedModel):
     """EfficientNet-lite0, pretrained on ImageNet, as the vision tower of a transformers LLaVA.
 
-    The outputs of its last blocks at strides 16 (where things are) and 32 (what they are) are
+    The outputs of its last blocks at strides 16 (fine positions) and 32 (more meaning) are
     concatenated. Raises ``ValueError`` if its package is missing.
     """
 
@@ -268,9 +268,9 @@ class Tower(PreTrainedModel):
         for place, block in enumerate(net._blocks):
             x = block(x)
             fine = x if place == FINE_BLOCK else fine
-        both = torch.cat([F.avg_pool2d(fine, 2), x], dim=1)  # [B, D, S / 32, S / 32]
-        found = both.flatten(2).transpose(1, 2)
-        return BaseModelOutput(last_hidden_state=found, hidden_states=(found,))
+        joined = torch.cat([F.avg_pool2d(fine, 2), x], dim=1)  # [B, D, S / 32, S / 32]
+        features = joined.flatten(2).transpose(1, 2)
+        return BaseModelOutput(last_hidden_state=features, hidden_states=(features,))
 
 
 AutoConfig.register(TowerConfig.model_type, TowerConfig)

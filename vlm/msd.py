@@ -92,7 +92,7 @@ class MSDConfig:
     def from_json(cls, facts: Mapping[str, Any], source: object = "config.json") -> MSDConfig:
         """Sizes from a drafter's (or a text model's) ``config.json``.
 
-        Raises ``ValueError`` naming what is missing, and for scaled rotary positions.
+        Raises ``ValueError`` naming missing sizes, and for scaled rotary positions.
         """
         missing = [name for name in SIZES if not isinstance(facts.get(name), int)]
         if missing:
@@ -103,14 +103,14 @@ class MSDConfig:
         scaling = facts.get("rope_scaling") or rope
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in PLAIN_ROPE:
-            wanted = " or ".join(PLAIN_ROPE)
-            raise ValueError(f"{source} must have plain rotary positions ({wanted}), got {kind!r}")
+            plain = " or ".join(PLAIN_ROPE)
+            raise ValueError(f"{source} must have plain rotary positions ({plain}), got {kind!r}")
         names = cls.__dataclass_fields__
-        given = {name: facts[name] for name in names if facts.get(name) is not None}
-        given.setdefault("rope_theta", float(rope.get("rope_theta", 10000.0)))
-        given.setdefault("num_key_value_heads", facts["num_attention_heads"])
-        given.setdefault("qwen", str(facts.get("model_type", "")).startswith("qwen2"))
-        return cls(**given)
+        values = {name: facts[name] for name in names if facts.get(name) is not None}
+        values.setdefault("rope_theta", float(rope.get("rope_theta", 10000.0)))
+        values.setdefault("num_key_value_heads", facts["num_attention_heads"])
+        values.setdefault("qwen", str(facts.get("model_type", "")).startswith("qwen2"))
+        return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``config.json`` that the release's loader reads."""
@@ -181,8 +181,8 @@ class MSDLayer(nn.Module):
 
 
 class MSDHead(nn.Module):
-    """The network: ``fc`` and the layers; the output head is the target's, and so are the token
-    embeddings that it drafts with, of which released files have a frozen copy.
+    """The network: ``fc`` and the layers; the output head and the token embeddings are the
+    target's, though released files have a frozen copy of the embeddings.
 
     ``acceptance`` by temperature was measured after training, for method ``auto``.
     """
@@ -227,8 +227,8 @@ class MSDHead(nn.Module):
         """Predicted next hidden states [R, T, C] of ``slots`` [R, T, C] at ``positions`` [R or 1,
         T], 0 … T - 1.
 
-        Without ``bias`` the attention is causal over the slots given; else it sees what each
-        layer's ``memory`` holds under the additive ``bias`` [R or 1, 1, T, S].
+        Without ``bias`` the attention is causal over the given slots; else each layer attends to
+        its ``memory`` under the additive ``bias`` [R or 1, 1, T, S].
         """
         if positions is None:
             positions = torch.arange(slots.shape[1], device=slots.device)[None]
@@ -245,7 +245,7 @@ class MSDHead(nn.Module):
 class BoundMSD:
     """``head`` as it drafts for ``target``; see :class:`specmm.hf.drafters.features.BoundNetwork`.
 
-    Raises ``ValueError`` when the head's dtype, width or vocabulary is not the target's.
+    Raises ``ValueError`` unless dtype, width and vocabulary are the target's.
     """
 
     layers = ()
@@ -253,7 +253,7 @@ class BoundMSD:
     mask = None
 
     def begin(self) -> None:
-        """Nothing of the target is copied."""
+        """Does nothing: no weights of the target are copied."""
 
     def __init__(self, head: MSDHead, target: VLMTarget) -> None:
         _check_sizes(head, target)
@@ -286,13 +286,13 @@ def _check_sizes(head: MSDHead, target: VLMTarget) -> None:
             f"head.to({output.dtype})"
         )
     vocabulary, width = output.shape
-    for what, found, wanted in (
+    for name, ours, theirs in (
         ("width", head.config.hidden_size, width),
         ("vocabulary", head.config.vocab_size, vocabulary),
     ):
-        if found != wanted:
+        if ours != theirs:
             raise ValueError(
-                f"drafter must have the target's {what} {wanted}, got {found}; "
+                f"drafter must have the target's {name} {theirs}, got {ours}; "
                 "use one trained for it"
             )
 
@@ -306,12 +306,12 @@ def load_for(folder: Path, target: PreTrainedModel, method: str) -> MSDHead:
 def drafted_embeddings(target: Any) -> Tensor:
     """Input embeddings [V, C] of ``target``'s decoder for all tokens of its head.
 
-    They are computed by the embedding module: some scale their table, and some tables have more
-    rows than the head.
+    The embedding module computes them, because some modules scale their table, and some tables have
+    more rows than the head.
     """
     rows = len(target.get_output_embeddings().weight)
-    found: Tensor = target.get_input_embeddings()(torch.arange(rows, device=target.device))
-    return found
+    embeddings: Tensor = target.get_input_embeddings()(torch.arange(rows, device=target.device))
+    return embeddings
 
 
 def load_msd(
@@ -334,40 +334,41 @@ def load_msd(
         state[EMBEDDINGS] = embeddings.detach().cpu()
     elif facts.get("target_embeddings"):
         raise ValueError(f"{path} must be loaded with its target's embeddings, got none; give them")
-    wanted = dtype or (torch.float32 if embeddings is None else embeddings.dtype)
+    head_dtype = dtype or (torch.float32 if embeddings is None else embeddings.dtype)
     with WithoutWeights():
         head = MSDHead(config)
-    load_strict(head, state, LEFTOVERS, path, wanted)
+    load_strict(head, state, LEFTOVERS, path, head_dtype)
     head.acceptance = read_acceptance(file.parent)
-    return head.to("cpu" if embeddings is None else embeddings.device, wanted).eval()
+    return head.to("cpu" if embeddings is None else embeddings.device, head_dtype).eval()
 
 
 def _check_target(
     config: MSDConfig,
     facts: Mapping[str, Any],
-    own: Tensor | None,
+    table: Tensor | None,
     embeddings: Tensor,
     path: str | Path,
 ) -> None:
-    """Raise ``ValueError`` unless a drafter of ``own`` embeddings [v, C] is for ``embeddings``."""
+    """Raise ``ValueError`` unless a drafter is for the target's ``embeddings`` [V, C]; ``table``
+    [v, C] holds the drafter's.
+    """
     rows, width = embeddings.shape
     if config.hidden_size != width or config.vocab_size > rows:
-        found = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
         raise ValueError(
-            f"drafter must have the target's embeddings [{rows}, {width}], got {found} in {path}"
+            f"drafter must have the target's embeddings [{rows}, {width}], got {sizes} in {path}"
         )
-    if own is None:
+    if table is None:
         if not facts.get("target_embeddings"):
             raise ValueError(
                 f"{path} must hold {EMBEDDINGS}, or say target_embeddings in its config.json, "
                 "got neither"
             )
         check_fingerprint(facts.get("target_fingerprint"), fingerprint(embeddings), path)
-    elif own.shape != (config.vocab_size, width):
-        raise ValueError(
-            f"{EMBEDDINGS} must be [{config.vocab_size}, {width}], got {list(own.shape)} in {path}"
-        )
-    elif not _distance(own, embeddings[: len(own)]) < SAME:
+    elif table.shape != (config.vocab_size, width):
+        got = f"{list(table.shape)} in {path}"
+        raise ValueError(f"{EMBEDDINGS} must be [{config.vocab_size}, {width}], got {got}")
+    elif not _distance(table, embeddings[: len(table)]) < SAME:
         raise ValueError(
             f"drafter must be of this target, got other token embeddings in {path}, "
             "use its own drafter"
@@ -378,9 +379,9 @@ def _distance(a: Tensor, b: Tensor) -> float:
     """Distance of ``a`` [v, C] from ``b`` [v, C], relative to ``b``'s norm, ROWS at a time."""
     apart = length = 0.0
     for ours, theirs in zip(a.split(ROWS), b.detach().split(ROWS), strict=True):
-        wanted = theirs.cpu().float()
-        apart += float((ours.float() - wanted).square().sum())
-        length += float(wanted.square().sum())
+        original = theirs.cpu().float()
+        apart += float((ours.float() - original).square().sum())
+        length += float(original.square().sum())
     return float((apart / max(length, 1e-24)) ** 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Opens pictures in any form that users give: turned upright, in RGB, transparency on white.
+"""Opens pictures in any form: turned upright, converted to RGB, transparency on white.
 
 Shape letters: H and W pixels of the sides, C channels.
 """
@@ -27,11 +27,11 @@ PATIENCE = 30  # seconds that a server may keep silent
 
 def open_image(source: Source) -> Image.Image:
     """RGB picture of a file, its bytes, an address (http, https, data), a PIL image, or an array or
-    tensor, turned as its camera says, transparency on white.
+    tensor, turned upright by its metadata, transparency on white.
 
     An animation gives its first frame; of 16 bits the high byte. Raises ``ValueError`` for a source
-    that is no picture, is damaged, or has more than ``MOST_PIXELS`` pixels by its header, before
-    anything is decoded.
+    that is not a picture, is damaged, or has more than ``MOST_PIXELS`` pixels by its header, before
+    decoding.
     """
     file, name = _named(source)
     try:
@@ -63,7 +63,7 @@ def from_numbers(numbers: npt.NDArray[Any] | Tensor) -> Image.Image:
     """The picture of an array or tensor [H, W], [H, W, C] or [C, H, W] of 1, 3 or 4 channels: bytes
     from 0 to 255, or floats from 0 to 1.
 
-    Where both layouts are possible an array has its channels last, a tensor first. Raises
+    If both layouts are possible, an array has its channels last, a tensor first. Raises
     ``ValueError`` for other shapes and values.
     """
     first = isinstance(numbers, Tensor)
@@ -85,12 +85,12 @@ def _as_array(numbers: npt.NDArray[Any] | Tensor) -> npt.NDArray[Any]:
     if not isinstance(numbers, Tensor):
         return numbers
     here = numbers.detach().cpu()
-    found: npt.NDArray[Any] = (here.float() if here.is_floating_point() else here).numpy()
-    return found
+    array: npt.NDArray[Any] = (here.float() if here.is_floating_point() else here).numpy()
+    return array
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """``array`` in bytes; raises ``ValueError`` for values out of range."""
+    """``array`` as uint8; raises ``ValueError`` for values out of range."""
     floats = np.issubdtype(array.dtype, np.floating)
     most = 1 if floats else 255
     if array.size and not 0 <= array.min() <= array.max() <= most:
@@ -104,14 +104,14 @@ def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 def fetched(address: str) -> bytes:
     """The bytes at ``address``; raises ``ValueError`` if it cannot be read."""
-    asked = urllib.request.Request(address, headers={"User-Agent": "specmm"})
+    request = urllib.request.Request(address, headers={"User-Agent": "specmm"})
     try:
-        with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
-            found: bytes = answer.read(MOST_BYTES + 1)
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            content: bytes = answer.read(MOST_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"picture {address[:60]} must be readable from here, got {error}; download it first"
         ) from error
-    if len(found) > MOST_BYTES:
+    if len(content) > MOST_BYTES:
         raise ValueError(f"picture {address[:60]} must have at most {MOST_BYTES:,} bytes, got more")
-    return found
+    return content

@@ -82,7 +82,7 @@ class VQAPipeline(Pipeline):
         self.drawn = DrawnAnswers()
 
     @classmethod
-    def _found(cls, name: str | Path, source: Source) -> Path:
+    def _folder_of(cls, name: str | Path, source: Source) -> Path:
         return find(name, source=source, kind="questions")
 
     @classmethod
@@ -102,10 +102,10 @@ class VQAPipeline(Pipeline):
         return super().to(*args, **kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """See :class:`Pipeline`; the folder of a model of two packages is copied."""
-        own = self.drafters.folder
-        if own is not None and is_composed(own):
-            shutil.copytree(own, folder, dirs_exist_ok=True)
+        """See :class:`Pipeline`; the folder of a composed model is copied."""
+        composed = self.drafters.folder
+        if composed is not None and is_composed(composed):
+            shutil.copytree(composed, folder, dirs_exist_ok=True)
         else:
             super().save_pretrained(folder)
 
@@ -126,27 +126,27 @@ class VQAPipeline(Pipeline):
         replace all of these.
 
         ``options``: see :class:`Options`. An answer depends on its own random stream, not on the
-        batch (but auto plans for the batch). ``streamer`` gets a single answer's ids, as
-        transformers' streamers do, but not the prompt's: leave its ``skip_prompt`` off. Raises
-        ``ValueError`` for pictures, questions, options and methods that do not fit.
+        batch (though auto chooses for the batch). ``streamer`` gets a single answer's ids, but not
+        the prompt's: leave its ``skip_prompt`` off. Raises ``ValueError`` for pictures, questions,
+        options and methods that do not fit.
         """
         with ending(streamer):
-            given = self.options(options)
-            method = self._method(given)
+            settings = self.options(options)
+            method = self._method(settings)
             if _is_judged(method):
                 if videos is not None:
                     raise ValueError(
-                        f"method {method.name!r} must be asked about pictures, got videos; choose "
-                        "another method"
+                        f"method {method.name!r} takes only pictures, got videos; choose another "
+                        "method"
                     )
                 judged = self._judge(method, images, questions, options, streamer)
-                judged.certificate = judged.certificate.under(given.processor.settings)
+                judged.certificate = judged.certificate.under(settings.processor.settings)
                 return judged
-            run = self._start(given, questions, images, videos)
+            run = self._start(settings, questions, images, videos)
             answers, tokens, end = run.finish(streamer)
         texts = [answer.strip() for answer in answers]
         output = VQAOutput(answers=texts, **run.told(tokens, end))
-        if given.draw:
+        if settings.draw:
             output.pictures = self._reader.pictures([ids.tolist() for ids in tokens])
             self.drawn.observe(tokens, self._reader.grammar)
         return output
@@ -160,15 +160,15 @@ class VQAPipeline(Pipeline):
         **options: Unpack[CallOptions],
     ) -> Iterator[list[str]]:
         """The new text of every answer after each round; options as for a call."""
-        given = self.options(options)
-        if _is_judged(self._method(given)):
+        settings = self.options(options)
+        if _is_judged(self._method(settings)):
             raise ValueError(
                 "method 'verdict' cannot stream, because its answer comes after all models have "
                 "answered; call the pipeline instead"
             )
-        rounds = self._rounds(False, given, questions, images, videos)
+        rounds = self._rounds(False, settings, questions, images, videos)
         for round_ in turns_of(self.model).each(rounds):
-            yield [said.text for said in round_]
+            yield [piece.text for piece in round_]
 
     @lists_options()
     def rounds(
@@ -187,8 +187,8 @@ class VQAPipeline(Pipeline):
         """The method that ``auto`` chooses for ``questions`` after it has tried all on whole
         answers, and why; ``records`` holds the measurements.
         """
-        given = self.options({**options, "method": methods.Auto()})
-        return self._start(given, questions, images, share=math.inf).method
+        settings = self.options({**options, "method": methods.Auto()})
+        return self._start(settings, questions, images, share=math.inf).method
 
     def prepared(
         self, images: Images = None, questions: Texts | None = None, **options: Any
@@ -197,7 +197,7 @@ class VQAPipeline(Pipeline):
         return self._prepared(self.options(options), questions, images)
 
     def prompt(self, asked: Any, options: Options) -> VLMPrompt:
-        """The model's inputs for what was ``asked``."""
+        """The model's inputs for the questions ``asked``."""
         return VLMPrompt(asked.inputs(self.processor), options.max_new_tokens, asked)
 
     def asked(
@@ -205,14 +205,14 @@ class VQAPipeline(Pipeline):
     ) -> Questions:
         """The questions of a call, or the chats in its ``options``."""
         if options.messages is None:
-            found = Questions.of(images, prompts, options.chat, videos, options.fps)
+            questions = Questions.of(images, prompts, options.chat, videos, options.fps)
         elif images is None and prompts is None and videos is None:
-            found = Questions.of_chats(options.messages, options.fps)
+            questions = Questions.of_chats(options.messages, options.fps)
         else:
-            raise ValueError("give messages, or questions and what they are about, got both")
-        if options.fps is not None and not any(found.videos):
-            raise ValueError("fps is of videos given as frames, got none; leave it out")
-        return found
+            raise ValueError("give messages, or questions with their pictures and videos, got both")
+        if options.fps is not None and not any(questions.videos):
+            raise ValueError("fps is for videos given as frames, got none; leave it out")
+        return questions
 
     @in_its_turn(lambda pipe: pipe.model)
     def begin(
@@ -222,15 +222,15 @@ class VQAPipeline(Pipeline):
         videos: Videos = None,
         **options: Any,
     ) -> Run:
-        """A run that has decoded nothing yet, for callers that play its rounds one by one."""
+        """A run before its first round, for callers that run its rounds one by one."""
         return self._start(self.options(options), questions, images, videos)
 
     def _rounds(self, apart: bool, *asked: Any) -> Iterator[list[RoundText]]:
         yield from self._start(*asked).rounds(apart)
 
     def _method(self, options: Options) -> methods.VQAMethod:
-        found: methods.VQAMethod = options.chosen(methods.VQA, self.method)
-        return found
+        method: methods.VQAMethod = options.chosen(methods.VQA, self.method)
+        return method
 
     def _judge(
         self,
@@ -240,54 +240,54 @@ class VQAPipeline(Pipeline):
         options: Mapping[str, Any],
         streamer: BaseStreamer | None,
     ) -> VQAOutput:
-        """Speculative Verdict by this pipeline's experts (pipelines), its model the judge."""
+        """Speculative Verdict: this pipeline's experts answer, and its model is the judge."""
         if not isinstance(question, str):
             got = "messages" if question is None else len(question)
             raise ValueError(f"method 'verdict' takes one question at a time, got {got}")
         judge = VQAPipeline(self.model, self.processor, name=self.name)
         experts = self.drafter(method.name)
-        given = {name: value for name, value in options.items() if name != "method"}
-        if given.get("seed", 0) is None:
-            del given["seed"]
+        call_options = {name: value for name, value in options.items() if name != "method"}
+        if call_options.get("seed", 0) is None:
+            del call_options["seed"]
         begin = time.perf_counter()
         decide = named(KINDS[method.name].judge)(experts, judge, method.keep)
-        ruling = decide(images, question, **given)
+        ruling = decide(images, question, **call_options)
         ids = torch.tensor(self.tokenizer.encode(ruling.answer, add_special_tokens=False))
         if streamer is not None:  # nothing to stream before the experts have answered
             stream(streamer, [ids])
         stats = Stats(tokens=len(ids), rounds=len(ids), seconds=time.perf_counter() - begin)
         reason = "the answer is the verdict model's after it has read those of the others"
         claim = Certificate("heuristic", reason)
-        told: dict[str, Any] = dict(tokens=[ids], stats=stats, certificate=claim)
-        return VQAOutput(answers=[ruling.answer], method=method.name, ruling=ruling, **told)
+        output: dict[str, Any] = dict(tokens=[ids], stats=stats, certificate=claim)
+        return VQAOutput(answers=[ruling.answer], method=method.name, ruling=ruling, **output)
 
     def chosen(
         self, method: Any, target: VLMTarget, prompt: VLMPrompt, share: float = SHARE
     ) -> Chosen:
-        """See :class:`Pipeline`; for answers with pictures ``auto`` tries the methods for these."""
+        """See :class:`Pipeline`; for answers with pictures ``auto`` tries methods for these."""
         if method.name != methods.Auto.name or not isinstance(target, InterleavedTarget):
             return super().chosen(method, target, prompt, share)
-        found, why = self.drawn.chosen(target, prompt)
-        return Chosen(found, f"auto: {methods.label(found)} ({why})")
+        choice, why = self.drawn.chosen(target, prompt)
+        return Chosen(choice, f"auto: {methods.label(choice)} ({why})")
 
     def check_drawing(self, method: methods.VQAMethod, max_new_tokens: int) -> None:
-        """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` may hold pictures
-        and these can be decoded.
+        """Raise ``ValueError`` unless answers of ``max_new_tokens`` by ``method`` can hold pictures
+        and the pictures can be decoded.
         """
         _check_serving(method)
         self._reader.check(max_new_tokens)
 
     def target(self, method: Any, options: Options) -> VLMTarget:
-        """See :class:`Pipeline`; raises ``ValueError`` for pictures by methods without them."""
+        """See :class:`Pipeline`; raises ``ValueError`` for pictures by methods without support."""
         if not options.draw:
             return super().target(method, options)
         if options.compiled is True:
-            raise NotCompiled("compiled=True serves no answers with pictures; leave draw out")
+            raise NotCompiled("compiled=True does not serve answers with pictures; leave draw out")
         _check_serving(method)
         return InterleavedTarget(self.model, options.processor, self.name)
 
     def stops(self, options: Options) -> StopStrings:
-        """See :class:`Pipeline`; each picture drawn is shown as the processor's placeholder."""
+        """See :class:`Pipeline`; each drawn picture appears as the processor's placeholder."""
         if not options.draw:
             return super().stops(dataclasses.replace(options, chat=True))  # prompts end in a mark
         placeholder = str(getattr(self.processor, "image_token", "<image>"))
@@ -305,11 +305,11 @@ class VQAPipeline(Pipeline):
 
 
 def _check_serving(method: methods.VQAMethod) -> None:
-    """Raise ``ValueError`` for a method that serves no answers with pictures."""
+    """Raise ``ValueError`` for a method that cannot put pictures into answers."""
     if method.name not in SERVING:
         raise ValueError(f"draw=True needs a method of {', '.join(SERVING)}, got {method.name!r}")
 
 
 def _is_judged(method: methods.VQAMethod) -> bool:
-    """Whether a judge decides between answers, in place of a drafter."""
+    """Whether the method has a judge that chooses among answers, instead of a drafter."""
     return method.name in KINDS and bool(KINDS[method.name].judge)

@@ -39,13 +39,13 @@ PROMPTS = "prompts.json"  # beside the experts of a model that was taught other 
 
 
 def _fields_of(text: str) -> set[str]:
-    """The fields that ``str.format`` fills in ``text``; raises ``ValueError`` for an open brace."""
+    """The fields that ``str.format`` fills in ``text``; raises ``ValueError`` for a stray brace."""
     return {field for _, field, _, _ in Formatter().parse(text) if field is not None}
 
 
 @dataclass(frozen=True)
 class VerdictPrompts:
-    """Prompts for the models: for an answer, its plausibility, reasons, and the verdict.
+    """Prompts that ask for an answer, its plausibility, reasons, and the verdict.
 
     ``expert`` formats an expert's answer for the verdict model; unless it has ``{reasoning}``,
     experts give no reasons. Raises ``ValueError`` when a text lacks a field it needs.
@@ -64,13 +64,13 @@ class VerdictPrompts:
 
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
-            found = _fields_of(getattr(self, name))
+            used = _fields_of(getattr(self, name))
             needed = FIELDS[name] - OPTIONAL
-            if not needed <= found <= FIELDS[name]:
+            if not needed <= used <= FIELDS[name]:
                 may = sorted(FIELDS[name] - needed)
-                wanted = f"{sorted(needed)}" + (f" and may use {may}" if may else "")
+                expected = f"{sorted(needed)}" + (f" and may use {may}" if may else "")
                 raise ValueError(
-                    f"prompt {name!r} must use {wanted}, got {sorted(found)}; add or remove"
+                    f"prompt {name!r} must use {expected}, got {sorted(used)}; add or remove"
                 )
 
     @property
@@ -95,28 +95,28 @@ class VerdictPrompts:
 
 
 class Experts(list[VQAPipeline]):
-    """The small models, and the words in which they and the judge are asked."""
+    """The small models, and the prompts for them and for the judge."""
 
     prompts: VerdictPrompts = VerdictPrompts()
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Experts:
-        """The models in the folders of ``folder``, asked as its ``prompts.json`` says, if any.
+        """The models in the folders of ``folder``, with the prompts in ``prompts.json``, if any.
 
-        Raises ``ValueError`` when that file holds something else.
+        Raises ``ValueError`` if that file does not hold prompts.
         """
         folders = sorted(f.parent for f in folder.glob("*/config.json"))
-        found = cls(
+        experts = cls(
             VQAPipeline.from_pretrained(f, torch_dtype=dtype, device=device) for f in folders
         )
         if (file := folder / PROMPTS).is_file():
             try:
-                found.prompts = VerdictPrompts(**json.loads(file.read_text()))
+                experts.prompts = VerdictPrompts(**json.loads(file.read_text()))
             except (ValueError, TypeError) as error:
                 raise ValueError(
                     f"{file} must hold texts for {sorted(FIELDS)} as JSON ({error}); fix the file"
                 ) from error
-        return found
+        return experts
 
 
 def load_experts(folder: Path, target: PreTrainedModel, method: str) -> Experts:
@@ -130,7 +130,7 @@ class Ruling:
 
     ``answers`` of the K experts with their ``scores`` [K] (lower: more plausible to all),
     ``log_perplexities`` [K, K] (model by answer), and the experts ``heard``, best first, with their
-    ``reasons`` (none where the judge is not shown any).
+    ``reasons`` (none if the judge's prompt has no place for them).
     """
 
     answer: str
@@ -152,10 +152,10 @@ class Ruling:
 
 
 class SpeculativeVerdict:
-    """``experts`` (two or more) and the model of the ``verdict``, which may be one of them.
+    """Two or more ``experts``, and the ``verdict`` model, which may be one of them.
 
-    ``hear`` m of the experts are shown to it. Raises ``ValueError`` for too few experts or a number
-    to hear outside [1, K].
+    It reads the answers of the best ``hear`` experts. Raises ``ValueError`` for fewer than two
+    experts or a number to hear outside [1, K].
     """
 
     def __init__(
@@ -216,14 +216,12 @@ class SpeculativeVerdict:
 
 
 def make_judge(experts: Sequence[VQAPipeline], judge: VQAPipeline, keep: int) -> SpeculativeVerdict:
-    """Method ``verdict``: ``judge`` sees answers of at most ``keep`` of the ``experts``."""
+    """Method ``verdict``: ``judge`` reads the answers of at most ``keep`` of the ``experts``."""
     return SpeculativeVerdict(experts, judge, hear=min(keep, len(experts)))
 
 
 def consensus(log_perplexities: Tensor) -> Tensor:
-    """Score(A) = Σ over B ≠ A of |ln PPL_B(answer of A) − ln PPL_B(answer of B)| [K] of a table [K,
-    K], B by answer.
-    """
+    """Σ over B ≠ A of |ln PPL_B(answer of A) − ln PPL_B(answer of B)| [K], given all [K, K]."""
     return (log_perplexities - log_perplexities.diagonal()[:, None]).abs().sum(0)
 
 
@@ -240,8 +238,7 @@ def log_perplexities(
     """ln PPL [U] of each of ``answers`` after ``prompt`` and ``images``: the mean of −ln p over the
     answer's tokens.
 
-    One forward of U rows, padded at the right. An answer without tokens is scored as the end of the
-    text.
+    One forward of U rows, padded at the right. An answer without tokens is scored as an end token.
     """
     model = expert.model
     tokenizer = expert.processor.tokenizer
@@ -265,10 +262,10 @@ def log_perplexities(
 def _append(inputs: dict[str, Any], answers: Sequence[list[int]]) -> dict[str, Any]:
     """A batch of one prompt with each of ``answers`` after it, its pictures repeated by row."""
     count = len(answers)
-    most = max(map(len, answers))
+    size = max(map(len, answers))
     ids = inputs["input_ids"]
-    tails = torch.tensor([a + [0] * (most - len(a)) for a in answers], device=ids.device)
-    masks = torch.tensor([[1] * len(a) + [0] * (most - len(a)) for a in answers], device=ids.device)
+    tails = torch.tensor([a + [0] * (size - len(a)) for a in answers], device=ids.device)
+    masks = torch.tensor([[1] * len(a) + [0] * (size - len(a)) for a in answers], device=ids.device)
     rows = {}
     for name, value in {**inputs, "attention_mask": torch.ones_like(ids)}.items():
         wide = torch.cat([value] * count)

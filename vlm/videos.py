@@ -1,7 +1,7 @@
 """Opens videos: files, animations, folders and lists of frames, arrays.
 
-A file is read when the processor is called, because only that knows which frames its model samples.
-A list of frames is taken as already sampled: all are shown.
+A file is read when the processor is called, because the processor knows which frames its model
+samples. A list of frames counts as already sampled, so all are used.
 
 Shape letters: F frames, H height, W width.
 """
@@ -47,9 +47,9 @@ class TooLarge(ValueError):
 
 @dataclass(frozen=True)
 class Video:
-    """A video by its ``name``; ``read`` gives the frames of a choice.
+    """A video by its ``name``; ``read`` returns the frames that a function chooses.
 
-    Frames that were ``given`` one by one are not sampled again.
+    Frames that were ``given`` as a list are not sampled again.
     """
 
     name: str
@@ -57,22 +57,22 @@ class Video:
     given: bool = False
 
     def frames(self, sampler: Any = None) -> Frames:
-        """The frames that ``sampler``, a video processor of transformers, wants (None: all).
+        """The frames that ``sampler``, a video processor of transformers, chooses (None: all).
 
         Raises ``ValueError`` for a file that cannot be read and for too many pixels.
         """
         choose = _all if self.given or sampler is None else partial(_sampled, sampler)
 
         def chosen(metadata: VideoMetadata, **_: Any) -> Sequence[int]:
-            found = choose(metadata)
-            pixels = len(found) * (metadata.height or 0) * (metadata.width or 0)
+            frames = choose(metadata)
+            pixels = len(frames) * (metadata.height or 0) * (metadata.width or 0)
             if pixels > MOST_PIXELS:
                 raise TooLarge(
                     f"{self.name} must have at most {MOST_PIXELS:,} pixels in the frames that are "
-                    f"shown, got {len(found)} frames of {metadata.width} x {metadata.height}; "
+                    f"shown, got {len(frames)} frames of {metadata.width} x {metadata.height}; "
                     "shorten it or scale it down"
                 )
-            return found
+            return frames
 
         return self.read(chosen)
 
@@ -80,9 +80,9 @@ class Video:
 def open_video(source: VideoSource, fps: float | None = None) -> Video:
     """A video of a file, an animation, a folder of frames, a list of pictures or an array.
 
-    Arrays are [F, H, W, 3], of bytes or of numbers from 0 to 1. Frames come ``fps`` a second.
-    Raises ``ValueError`` for anything else, for files that hold no video, and for the rate of a
-    file, which says it itself.
+    Arrays are [F, H, W, 3], of bytes or of numbers from 0 to 1. ``fps`` is their rate. Raises
+    ``ValueError`` for anything else, for files that hold no video, and for ``fps`` with a file,
+    which states its own rate.
     """
     if fps is not None:
         check_numbers(fps=fps)
@@ -96,7 +96,7 @@ def open_video(source: VideoSource, fps: float | None = None) -> Video:
     if path.is_dir():
         return _of_pictures(str(path), _frame_files(path), fps)
     if fps is not None:
-        raise ValueError(f"fps is of videos given as frames, got {path}; leave it out")
+        raise ValueError(f"fps is for videos given as frames, got the file {path}; leave it out")
     try:
         with header(str(path)) as image:
             count = int(getattr(image, "n_frames", 1))
@@ -110,7 +110,7 @@ def open_video(source: VideoSource, fps: float | None = None) -> Video:
 
 
 def is_video(value: object) -> bool:
-    """Whether ``value`` is one video, not a list of them."""
+    """Whether ``value`` is one video, not a list of videos."""
     if isinstance(value, list | tuple):
         return bool(value) and all(isinstance(item, Image.Image) for item in value)
     return isinstance(value, str | Path | np.ndarray | Tensor)
@@ -121,21 +121,21 @@ def _all(metadata: VideoMetadata) -> Sequence[int]:
 
 
 def _sampled(sampler: Any, metadata: VideoMetadata) -> Sequence[int]:
-    """The frames that a processor takes from a video: all if it has no sampling options, or if the
+    """The frames that a processor takes from a video: all, if it has no sampling options or the
     video is too short for them.
     """
     options = {name: getattr(sampler, name, None) for name in sampler.valid_kwargs.__annotations__}
     if not any(options.get(name) for name in SAMPLING):
         return _all(metadata)
     try:
-        found = sampler.sample_frames(metadata=metadata, **options)
+        indices = sampler.sample_frames(metadata=metadata, **options)
     except ValueError:
         return _all(metadata)
-    return [int(index) for index in found] or _all(metadata)
+    return [int(index) for index in indices] or _all(metadata)
 
 
 def _of_frames(name: str, frames: np.ndarray, fps: float | None) -> Video:
-    """The ``frames`` [F, H, W, 3] themselves."""
+    """A video of the ``frames`` [F, H, W, 3]."""
     count, height, width, _ = frames.shape
     rate = FPS if fps is None else fps
     metadata = VideoMetadata(count, rate, width, height, count / rate)
@@ -147,11 +147,12 @@ def _of_frames(name: str, frames: np.ndarray, fps: float | None) -> Video:
 
 
 def _picked(frames: np.ndarray, metadata: VideoMetadata, indices: list[int]) -> Frames:
-    found = VideoMetadata(**{**vars(metadata), "frames_indices": indices})
-    return frames[indices], found
+    picked = VideoMetadata(**{**vars(metadata), "frames_indices": indices})
+    return frames[indices], picked
 
 
 def _of_pictures(name: str, pictures: Sequence[Source], fps: float | None) -> Video:
+    """A video of single ``pictures``; raises ``ValueError`` unless they have one size."""
     frames = [open_image(picture) for picture in pictures]
     sizes = {frame.size for frame in frames}
     if len(sizes) != 1:
@@ -162,10 +163,10 @@ def _of_pictures(name: str, pictures: Sequence[Source], fps: float | None) -> Vi
 
 def _frame_files(folder: Path) -> list[Path]:
     """The pictures in ``folder``, frame 2 before frame 10."""
-    known = endings()
-    shown = (file for file in folder.iterdir() if not file.name.startswith("."))
-    found = [file for file in shown if file.suffix.lower() in known]
-    return sorted(found, key=lambda file: [_number(part) for part in re.split(r"(\d+)", file.stem)])
+    suffixes = endings()
+    visible = (file for file in folder.iterdir() if not file.name.startswith("."))
+    files = [file for file in visible if file.suffix.lower() in suffixes]
+    return sorted(files, key=lambda file: [_number(part) for part in re.split(r"(\d+)", file.stem)])
 
 
 def _number(text: str) -> str | int:
@@ -174,19 +175,19 @@ def _number(text: str) -> str | int:
 
 def _bytes(array: np.ndarray | Tensor) -> np.ndarray:
     """``array`` [F, H, W, 3] as bytes."""
-    found = array.cpu().numpy() if isinstance(array, Tensor) else array
-    if found.ndim != 4 or found.shape[-1] != 3 or 0 in found.shape:
+    frames = array.cpu().numpy() if isinstance(array, Tensor) else array
+    if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise ValueError(
-            f"video must be an array of frames, height, width and 3 colours, got {found.shape}"
+            f"video must be an array of frames, height, width and 3 colours, got {frames.shape}"
         )
-    if found.dtype == np.uint8:
-        return found
-    if not np.issubdtype(found.dtype, np.floating) or not 0 <= found.min() <= found.max() <= 1:
+    if frames.dtype == np.uint8:
+        return frames
+    if not np.issubdtype(frames.dtype, np.floating) or not 0 <= frames.min() <= frames.max() <= 1:
         raise ValueError(
             "video must be an array of bytes, or of numbers from 0 to 1, got "
-            f"{found.dtype} from {found.min()} to {found.max()}"
+            f"{frames.dtype} from {frames.min()} to {frames.max()}"
         )
-    return (found * 255).round().astype(np.uint8)
+    return (frames * 255).round().astype(np.uint8)
 
 
 def _read_animation(path: Path, choose: Choice) -> Frames:
@@ -200,6 +201,7 @@ def _read_animation(path: Path, choose: Choice) -> Frames:
 
 
 def _frames_of(path: Path, choose: Choice) -> Frames:
+    """The frames of an animation that ``choose`` picks by its metadata."""
     with Image.open(path) as image:
         count = int(getattr(image, "n_frames", 1))
         width, height = image.size
@@ -219,7 +221,7 @@ def _frames_of(path: Path, choose: Choice) -> Frames:
 
 
 def _read_file(path: Path, choose: Choice) -> Frames:
-    """Frames of a film, by the first package that is installed here and can read it."""
+    """Frames of a video file, by the first installed package that can read it."""
     readers = [name for name, package in READERS.items() if importlib.util.find_spec(package)]
     if not readers:
         raise ValueError(

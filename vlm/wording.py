@@ -1,4 +1,4 @@
-"""Writes questions in the form that a transformers processor expects, found by trying it.
+"""Writes questions in the form that a transformers processor expects, found by experiment.
 
 Processors differ in where a picture's placeholder comes from (the chat template, the user or the
 processor), in the form of a message's content in templates, and in how pictures are nested.
@@ -41,7 +41,7 @@ _places: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()  # whether a process
 
 
 def warn_of_none(processor: Any, name: str) -> None:
-    """Log a warning if the model called ``name`` has no chat template, so questions stay raw."""
+    """Log a warning if the model called ``name`` has no chat template: questions stay raw."""
     if template_of(processor) is None and not places_pictures(processor):
         LOGGER.warning(
             "%s has no chat template, so questions go in as they are, after their pictures; put a "
@@ -52,9 +52,10 @@ def warn_of_none(processor: Any, name: str) -> None:
 
 def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> str:
     """The text for ``processor`` of a question ``text`` about ``counts`` images and videos; without
-    ``chat`` the text itself, checked.
+    ``chat`` it is ``text`` itself, checked.
 
-    Raises ``ValueError`` for placeholders that do not fit and kinds that the processor lacks.
+    Raises ``ValueError`` for misfitting placeholders and for kinds of input that the processor
+    lacks.
     """
     _check_videos(processor, counts)
     tokens = {kind: placeholder(processor, kind) for kind in counts}
@@ -62,7 +63,7 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
     placed = template is None and places_pictures(processor)
     if not chat:
         _check_raw(text, counts, tokens)
-        return text.removeprefix(_plain(processor, "", counts)) if placed else text
+        return text.removeprefix(_marked(processor, "", counts)) if placed else text
     for token in filter(None, tokens.values()):
         if token in text:
             raise ValueError(
@@ -70,14 +71,14 @@ def prompt(processor: Any, text: str, counts: Mapping[str, int], chat: bool) -> 
                 f"it), got {text.count(token)}; leave it out or pass chat=False for a raw prompt"
             )
     if template is None:
-        return text if placed else _plain(processor, f"\n{text}\n", counts)
-    return _written(processor, Chat(_asked(text, counts)), counts)
+        return text if placed else _marked(processor, f"\n{text}\n", counts)
+    return _written(processor, Chat(_as_message(text, counts)), counts)
 
 
 def conversation(processor: Any, chat: Chat) -> str:
-    """The text that ``processor`` reads of a ``chat``, in the chat template.
+    """The text of a ``chat`` for ``processor``, in its chat template.
 
-    Raises ``ValueError`` for a chat that the template does not take as a whole.
+    Raises ``ValueError`` if the template does not take all of the chat.
     """
     counts = {"image": len(chat.images), "video": len(chat.videos)}
     _check_videos(processor, counts)
@@ -98,18 +99,19 @@ def _written(processor: Any, chat: Chat, counts: Mapping[str, int]) -> str:
 def _check_videos(processor: Any, counts: Mapping[str, int]) -> None:
     if counts["video"] and getattr(processor, "video_processor", None) is None:
         raise ValueError(
-            f"this model must take videos, got a {type(processor).__name__}, which takes none; "
-            "give frames as pictures"
+            f"videos need a model that takes them, got a {type(processor).__name__}; give frames "
+            "as pictures"
         )
 
 
 def _check_raw(text: str, counts: Mapping[str, int], tokens: Mapping[str, str | None]) -> None:
+    """Raise ``ValueError`` unless ``text`` has a placeholder for each picture and video."""
     for kind, token in tokens.items():
         if token and text.count(token) != counts[kind]:
             many = {"image": "pictures", "video": "videos"}[kind]
             raise ValueError(
-                f"a raw prompt must hold one {token} for each of its {counts[kind]} {many}, "
-                f"got {text.count(token)}"
+                f"a raw prompt must hold one {token} for each of its {counts[kind]} {many}, got "
+                f"{text.count(token)}"
             )
 
 
@@ -121,19 +123,19 @@ def read(
 ) -> dict[str, Any]:
     """The output of ``processor`` for ``prompts`` with the pictures and videos of each.
 
-    Some look for pictures only in the first row, or only up to the last row that has any; they are
-    called with an extra row with a picture before and after, which are removed again. Raises
-    ``ValueError`` for inputs that a processor does not accept.
+    Some processors look for pictures only in the first row, or only up to the last row with
+    pictures; they are called with an extra row with a picture before and after, which are removed
+    again. Raises ``ValueError`` for inputs that a processor does not accept.
     """
     rows = list(zip(prompts, pictures, videos, strict=True))
-    whole = bool(pictures[0]) and bool(pictures[-1])
+    has_pictures = bool(pictures[0]) and bool(pictures[-1])
     try:
-        found = _called(processor, rows)
-        lengths = {len(value) for value in found.values()}
-        if whole or not any(pictures) or lengths == {len(rows)} or not _by_row(processor):
-            return found
+        inputs = _called(processor, rows)
+        lengths = {len(value) for value in inputs.values()}
+        if has_pictures or not any(pictures) or lengths == {len(rows)} or not _by_row(processor):
+            return inputs
     except ValueError as error:
-        if whole:
+        if has_pictures:
             raise
         with suppress(ValueError):
             return _between(processor, rows)
@@ -144,13 +146,13 @@ def read(
 def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
     """The output of ``processor`` for ``rows``."""
     prompts = [text for text, _, _ in rows]
-    given = _shown(processor, [shown for _, shown, _ in rows], [clips for *_, clips in rows])
+    arguments = _media(processor, [images for _, images, _ in rows], [clips for *_, clips in rows])
     bos = getattr(processor.tokenizer, "bos_token", None)
     if bos is not None and all(text.startswith(bos) for text in prompts):
-        given["add_special_tokens"] = False
+        arguments["add_special_tokens"] = False
     try:
         with _quiet(processor):
-            found = dict(processor(text=prompts, padding=True, return_tensors="pt", **given))
+            inputs = dict(processor(text=prompts, padding=True, return_tensors="pt", **arguments))
     except torch.OutOfMemoryError:
         raise
     except FAULTS as error:
@@ -161,29 +163,27 @@ def _called(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
         raise ValueError(
             f"{type(processor).__name__} cannot read the question: {reason}"
         ) from error
-    return {k: v for k, v in found.items() if k not in NOT_ASKED and v is not None}
+    return {k: v for k, v in inputs.items() if k not in NOT_ASKED and v is not None}
 
 
 def _between(processor: Any, rows: Sequence[Row]) -> dict[str, Any]:
-    """As ``_called``, but with an extra row with a picture before and after the ``rows``, whose
-    output is removed.
-    """
+    """As ``_called``, with an extra picture row before and after ``rows``, removed afterwards."""
     sample = _sample(processor, ONE)
     counts = {name: len(value) for name, value in _called(processor, [sample]).items()}
-    found = _called(processor, [sample, *rows, sample])
-    found = {name: value[counts[name] : -counts[name]] for name, value in found.items()}
-    used = found["attention_mask"].any(0)  # a row that is left out may be the longest
-    shape = found["input_ids"].shape
-    found = {k: v[:, used] if v.shape[:2] == shape else v for k, v in found.items()}
-    shown = any(pictures for _, pictures, _ in rows)
-    return {k: v for k, v in found.items() if shown or k in PER_TOKEN}
+    inputs = _called(processor, [sample, *rows, sample])
+    inputs = {name: value[counts[name] : -counts[name]] for name, value in inputs.items()}
+    used = inputs["attention_mask"].any(0)  # a row that is left out may be the longest
+    shape = inputs["input_ids"].shape
+    inputs = {k: v[:, used] if v.shape[:2] == shape else v for k, v in inputs.items()}
+    has_pictures = any(pictures for _, pictures, _ in rows)
+    return {k: v for k, v in inputs.items() if has_pictures or k in PER_TOKEN}
 
 
 def _by_row(processor: Any) -> bool:
-    """Whether ``processor``'s output for pictures has an entry for each row, not each picture."""
+    """Whether ``processor``'s picture outputs have one entry a row instead of one a picture."""
     if processor not in _rowwise:
-        found = _called(processor, [_sample(processor, TWO)])
-        _rowwise[processor] = all(len(value) == 1 for value in found.values())
+        inputs = _called(processor, [_sample(processor, TWO)])
+        _rowwise[processor] = all(len(value) == 1 for value in inputs.values())
     return _rowwise[processor]
 
 
@@ -207,38 +207,38 @@ def places_pictures(processor: Any) -> bool:
 
 
 def _quiet(processor: Any) -> AbstractContextManager[None]:
-    """Silence a ``processor`` that inserts placeholders itself and advises to insert them."""
+    """Silence the advice of a ``processor`` to insert placeholders that it inserts itself."""
     return unlogged(type(processor).__module__, "passing both `text` and `images`")
 
 
-def _shown(
+def _media(
     processor: Any, pictures: Sequence[Sequence[Image.Image]], videos: Sequence[Sequence[Video]]
 ) -> dict[str, Any]:
-    """The arguments for pictures and videos."""
-    given: dict[str, Any] = {}
+    """The processor's keyword arguments for pictures and videos."""
+    arguments: dict[str, Any] = {}
     if any(pictures):
-        each = {len(shown) for shown in pictures}
-        if placeholder(processor, "image") is None and each != {1}:
+        counts = {len(shown) for shown in pictures}
+        if placeholder(processor, "image") is None and counts != {1}:
             raise ValueError(
                 f"{type(processor).__name__} takes one picture for each question, got "
-                f"{min(each)} to {max(each)}; ask the questions apart"
+                f"{min(counts)} to {max(counts)}; ask the questions apart"
             )
-        given["images"] = [list(shown) for shown in pictures]
+        arguments["images"] = [list(shown) for shown in pictures]
     if any(videos):
-        if any(pictures) and _names(processor.image_processor) & _names(processor.video_processor):
+        if any(pictures) and _keys(processor.image_processor) & _keys(processor.video_processor):
             raise ValueError(
                 f"{type(processor).__name__} takes pictures or videos, got both, of which it would "
                 "drop the pictures; ask the questions apart, or give frames as pictures"
             )
         read = [video.frames(processor.video_processor) for video in chain.from_iterable(videos)]
-        given["videos"] = [frames for frames, _ in read]
-        given["video_metadata"] = [metadata for _, metadata in read]
-        given["do_sample_frames"] = False
-    return given
+        arguments["videos"] = [frames for frames, _ in read]
+        arguments["video_metadata"] = [metadata for _, metadata in read]
+        arguments["do_sample_frames"] = False
+    return arguments
 
 
-def _names(part: Any) -> set[str]:
-    """The inputs that a ``part`` of a processor makes."""
+def _keys(part: Any) -> set[str]:
+    """The names of the inputs that a ``part`` of a processor makes."""
     return set(getattr(part, "model_input_names", ()))
 
 
@@ -250,18 +250,16 @@ def placeholder(processor: Any, kind: str) -> str | None:
 
 def template_of(processor: Any) -> Any:
     """The chat template, which older folders store with the tokenizer."""
-    own = getattr(processor, "chat_template", None)
-    return own or getattr(processor.tokenizer, "chat_template", None)
+    template = getattr(processor, "chat_template", None)
+    return template or getattr(processor.tokenizer, "chat_template", None)
 
 
 def content(processor: Any, parts: Sequence[Mapping[str, Any]]) -> Any:
-    """A message's ``parts``, {"type": "text", "text": …} or of another kind, as the chat template
-    takes them.
-    """
+    """A message's ``parts``, such as {"type": "text", "text": …}, as the template takes them."""
     if template_of(processor) is None or _takes_parts(processor):
         return [dict(part) for part in parts]
-    said = (p["text"] if p["type"] == "text" else placeholder(processor, p["type"]) for p in parts)
-    return "".join(text or "" for text in said)
+    texts = (p["text"] if p["type"] == "text" else placeholder(processor, p["type"]) for p in parts)
+    return "".join(text or "" for text in texts)
 
 
 def _takes_parts(processor: Any) -> bool:
@@ -269,25 +267,25 @@ def _takes_parts(processor: Any) -> bool:
     placeholders before it; found by trying a question about one picture.
     """
     template = template_of(processor)
-    known = _forms.get(processor)
-    if known is not None and known[0] == template:
-        return known[1]
+    cached = _forms.get(processor)
+    if cached is not None and cached[0] == template:
+        return cached[1]
     parts = False
     with suppress(TemplateError, *FAULTS):
-        parts = fits(_templated(processor, _asked("a", ONE)), ["a"], tokens_of(processor, ONE))
+        parts = fits(_templated(processor, _as_message("a", ONE)), ["a"], tokens_of(processor, ONE))
     _forms[processor] = template, parts
     return parts
 
 
-def _plain(processor: Any, text: str, counts: Mapping[str, int]) -> str:
-    """``text`` after the placeholders."""
+def _marked(processor: Any, text: str, counts: Mapping[str, int]) -> str:
+    """``text`` preceded by its placeholders."""
     return "".join((placeholder(processor, kind) or "") * n for kind, n in counts.items()) + text
 
 
-def _asked(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
+def _as_message(text: str, counts: Mapping[str, int]) -> list[dict[str, Any]]:
     """A question ``text`` about ``counts`` images and videos, as messages."""
-    shown = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
-    return [{"role": "user", "content": [*shown, as_text(text)]}]
+    entries = [{"type": kind} for kind, n in counts.items() for _ in range(n)]
+    return [{"role": "user", "content": [*entries, as_text(text)]}]
 
 
 def _templated(processor: Any, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:

@@ -5,8 +5,8 @@ A block's marginals do not depend on which of its tokens were drawn. Our own :cl
 :class:`specmm.diffusion_drafters.models.block_memory.BlockMemory` add that dependence. So do the
 heads of third-party releases, under the names in their files: DSpark's :class:`MarkovHead` and
 :class:`ConfidenceHead` (arXiv 2607.05147; speculators, SpecForge), Domino's :class:`DominoHead`
-(SpecForge). Those read a whole block's states once (``read``) and then add to the logits place by
-place.
+(SpecForge). The releases' heads read a whole block's states once (``read``) and then add to the
+logits place by place.
 
 Shape letters: C width, R rank or size of the memory, E width of a head's input from a state, V
 vocabulary, v the drafter's.
@@ -26,8 +26,8 @@ Markov = Literal["vanilla", "gated", "rnn"]
 class PairTable(nn.Module):
     """Low-rank addition to the next token's logits: W2 W1[x] after a token x.
 
-    It makes a draft depend on the one before, at the cost of one small product a draft. The last
-    row of W1 is for all tokens that the drafter lacks. Source: DSpark's Markov head; names and
+    It makes a draft depend on the previous one, at the cost of one small product a draft. The last
+    row of W1 serves all tokens that the drafter lacks. Source: DSpark's Markov head; names and
     sizes are our own.
     """
 
@@ -38,12 +38,12 @@ class PairTable(nn.Module):
 
     def forward(self, previous: Tensor) -> Tensor:
         """The addition to the logits [..., v] after tokens ``previous`` [...] of the drafter."""
-        found: Tensor = self.after(self.before(previous))
-        return found
+        logits: Tensor = self.after(self.before(previous))
+        return logits
 
 
 class MarkovHead(nn.Module):
-    """DSpark's addition to a place's logits [..., v], of low rank, by the token before it.
+    """DSpark's low-rank addition to a place's logits [..., v], by the previous token.
 
         vanilla: W2 e,   gated: W2 (sigmoid(G [h; e]) * e),   rnn: W2 tanh(o)
 
@@ -94,9 +94,9 @@ class MarkovHead(nn.Module):
             if memory is not None:
                 joint = joint + F.linear(memory, weight[:, :rank])
             gate, candidate, out = joint.chunk(3, dim=-1)
-            kept = gate.sigmoid()
-            fresh = (1 - kept) * candidate.tanh()
-            memory = fresh if memory is None else kept * memory + fresh
+            share = gate.sigmoid()
+            fresh = (1 - share) * candidate.tanh()
+            memory = fresh if memory is None else share * memory + fresh
             latent = out.tanh()
         return self.markov_w2(latent), memory
 
@@ -118,10 +118,10 @@ class DominoHead(nn.Module):
         self.outer = nn.Linear(inner, tokens, bias=False)
 
     def read(self, states: Tensor) -> Tensor:
-        """Its input [..., K, E] from a block's ``states`` [..., K, C]; the last entry: it adds."""
-        found = F.linear(states, self.inner.weight[:, : states.shape[-1]])
+        """Inputs [..., K, E] from a block's ``states`` [..., K, C]; last entry 1: the head adds."""
+        inputs = F.linear(states, self.inner.weight[:, : states.shape[-1]])
         adds = torch.arange(states.shape[-2], device=states.device) >= self.pure
-        return torch.cat([found, adds.to(found).expand(found.shape[:-1])[..., None]], dim=-1)
+        return torch.cat([inputs, adds.to(inputs).expand(inputs.shape[:-1])[..., None]], dim=-1)
 
     def forward(
         self, place: Tensor, embeddings: Tensor, memory: Tensor | None
@@ -136,19 +136,19 @@ class DominoHead(nn.Module):
             memory = embeddings.new_zeros(*embeddings.shape[:-1], size)
         old_reset, old_update, old_new = F.linear(memory, gru.weight_hh_l0).chunk(3, dim=-1)
         candidate = (new + (reset + old_reset).sigmoid() * old_new).tanh()
-        kept = (update + old_update).sigmoid()
-        memory = (1 - kept) * candidate + kept * memory
+        share = (update + old_update).sigmoid()
+        memory = (1 - share) * candidate + share * memory
         weight = self.inner.weight[:, -size:]
-        found: Tensor = self.outer(F.silu(place[..., :-1] + F.linear(memory, weight)))
-        return found * place[..., -1:], memory
+        logits: Tensor = self.outer(F.silu(place[..., :-1] + F.linear(memory, weight)))
+        return logits * place[..., -1:], memory
 
 
 class ConfidenceHead(nn.Module):
     """The weights of DSpark's estimate of a draft's acceptance, over a place's state [C] and, with
     a ``rank`` R above 0, W1 of the Markov head for the token before.
 
-    They are not used: chains that such estimates cut were slower. They are stored so that a
-    release's files are loaded and written whole.
+    They are not used, because cutting chains by such estimates was slower. They are stored so that
+    a release's files can be loaded and written completely.
     """
 
     def __init__(self, width: int, rank: int = 0) -> None:

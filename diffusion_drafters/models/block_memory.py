@@ -16,14 +16,14 @@ TABLE_ROWS = 8192  # embeddings normed at a time
 
 
 class BlockMemory(nn.Module):
-    """A memory of ``size`` R along a block of states of ``width`` C, which binds each draft to
-    those before it.
+    """A memory of ``size`` R along a block of states of ``width`` C, which makes each draft depend
+    on the earlier drafts.
 
         h_k = silu(token e(x_{k-1}) + place s_k + memory h_{k-1}),   logits_k = head(s_k + out h_k)
 
     with the block's states s, the target's normed embeddings e and its head: a few small products a
-    draft. The products of tokens are computed once for all of them. Source: DSpark's sequential
-    head; the cell and its names are our own.
+    draft. The products of all tokens are computed once. Source: DSpark's sequential head; the cell
+    and its names are our own.
     """
 
     def __init__(self, width: int, size: int) -> None:
@@ -36,8 +36,8 @@ class BlockMemory(nn.Module):
 
     def read(self, embeddings: Tensor) -> Tensor:
         """The part [..., R] of drafted tokens with the target's ``embeddings`` [..., C]."""
-        found: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:], eps=NORM_EPS))
-        return found
+        part: Tensor = self.token(F.rms_norm(embeddings, embeddings.shape[-1:], eps=NORM_EPS))
+        return part
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -55,8 +55,8 @@ class BlockMemory(nn.Module):
     def forward(self, place: Tensor, token: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor]:
         """A draft's state [..., C] and the memory [..., R] after it.
 
-        ``place`` [..., C + R] is of :meth:`places`, ``token`` [..., R] of the token before by
-        :meth:`read`, ``memory`` the one after that token (None: the block begins).
+        ``place`` [..., C + R] is from :meth:`places`, ``token`` [..., R] from :meth:`read` of the
+        previous token, and ``memory`` the memory after that token (None: the block begins).
         """
         states, inner = place.split([self.out.out_features, self.out.in_features], dim=-1)
         inner = inner + token

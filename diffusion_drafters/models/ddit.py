@@ -1,7 +1,8 @@
 """MDLM's and BD3LM's network: a diffusion transformer over tokens with adaptive norms.
 
-Official parameter names. MDLM sees everything; BD3LM is causal between blocks and sees everything
-within one. Sources: MDLM (arXiv 2406.07524), BD3LM (arXiv 2503.09573), DiT (arXiv 2212.09748).
+Official parameter names. MDLM has full attention; BD3LM is causal between blocks and has full
+attention within a block. Sources: MDLM (arXiv 2406.07524), BD3LM (arXiv 2503.09573), DiT (arXiv
+2212.09748).
 
 Shape letters: B batch, L positions, H heads, D head width, C width, E width of the condition, v
 vocabulary.
@@ -57,17 +58,17 @@ class DDiT(nn.Module):
         self.output_layer = _Output(config)
 
     def forward(
-        self, tokens: Tensor, sigma: Tensor, seen: Tensor | None = None, order: Tensor | None = None
+        self, tokens: Tensor, sigma: Tensor, mask: Tensor | None = None, order: Tensor | None = None
     ) -> Tensor:
         """Logits [B, L, v] of ``tokens`` [B, L] at noise levels ``sigma`` [B]; see ``states``."""
-        return self.output_layer(self.states(tokens, sigma, seen, order), self.sigma_map(sigma))
+        return self.output_layer(self.states(tokens, sigma, mask, order), self.sigma_map(sigma))
 
     def states(
-        self, tokens: Tensor, sigma: Tensor, seen: Tensor | None = None, order: Tensor | None = None
+        self, tokens: Tensor, sigma: Tensor, mask: Tensor | None = None, order: Tensor | None = None
     ) -> Tensor:
         """States [B, L, C].
 
-        ``seen`` [B or 1, 1, L or 1, L] bool is the attention mask (None: full attention), ``order``
+        ``mask`` [B or 1, 1, L or 1, L] bool is the attention mask (None: full attention), ``order``
         [B or 1, L] are positions.
         """
         if order is None:
@@ -76,15 +77,15 @@ class DDiT(nn.Module):
         condition = self.sigma_map(sigma)
         turns = self.rotary_emb(order)
         for block in self.blocks:
-            x = block(x, condition, turns, seen)
+            x = block(x, condition, turns, mask)
         return x
 
 
 class MaskedDDiT:
     """A :class:`DDiT` without time conditioning as :class:`DiffusionLM`, without shift.
 
-    Its ``mask`` is by default the last token. Raises ``ValueError`` for a mask that is not a token
-    of the model, or that is its ``end``.
+    ``mask`` defaults to the last token. Raises ``ValueError`` for a mask that is not a token of the
+    model, or that is its ``end``.
     """
 
     shift = 0
@@ -107,17 +108,18 @@ class MaskedDDiT:
         return self
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
+        """States [B, L, C] of ``tokens`` [B, L]; see :class:`DiffusionLM`."""
         if valid is None:
             order = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            seen = None
+            mask = None
         else:
             order = positions(valid)
-            seen = valid[:, None, None]
+            mask = valid[:, None, None]
         if size := self.network.config.block:  # its own block and earlier ones are seen
             block = order // size
             earlier = (block[:, :, None] >= block[:, None])[:, None]
-            seen = earlier if seen is None else earlier & seen
-        return self.network.states(tokens, self._no_noise(len(tokens)), seen, order)
+            mask = earlier if mask is None else earlier & mask
+        return self.network.states(tokens, self._no_noise(len(tokens)), mask, order)
 
     def head(self, states: Tensor) -> Tensor:
         """Logits [B, n, v] of ``states`` [B, n, C]."""
@@ -192,18 +194,18 @@ class _Block(nn.Module):
         )
         self.adaLN_modulation = nn.Linear(config.condition, 6 * width)
 
-    def forward(self, x: Tensor, condition: Tensor, turns: Tensor, seen: Tensor | None) -> Tensor:
-        """``x`` [B, L, C] under ``condition`` [B, E]; ``seen`` as in :meth:`DDiT.states`."""
+    def forward(self, x: Tensor, condition: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
+        """``x`` [B, L, C] under ``condition`` [B, E]; ``mask`` as in :meth:`DDiT.states`."""
         parts = self.adaLN_modulation(condition)[:, None].chunk(6, dim=-1)
         shift, scale, gate, shift2, scale2, gate2 = parts
-        x = x + gate * self._attend(self.norm1(x) * (1 + scale) + shift, turns, seen)
+        x = x + gate * self._attend(self.norm1(x) * (1 + scale) + shift, turns, mask)
         return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
 
-    def _attend(self, x: Tensor, turns: Tensor, seen: Tensor | None) -> Tensor:
+    def _attend(self, x: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = self.attn_qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)  # [B, L, H, D]
         q, k, v = (t.transpose(1, 2) for t in (_turn(q, turns), _turn(k, turns), v))
-        found = F.scaled_dot_product_attention(q, k, v, seen)
-        return self.attn_out(found.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, mask)
+        return self.attn_out(attended.transpose(1, 2).flatten(2))
 
 
 class _Embedding(nn.Module):

@@ -1,10 +1,10 @@
-"""DEER drafters, which read a text once: causally up to its end, and a block of masks after it.
+"""DEER drafters, which read a text once: causally, followed by a block of masks.
 
-The network is a Qwen2. Masks do not change the text's keys and values, so these are cached and
-serve all later rounds. A row scores the token after it (as in Dream), so the last token and K - 1
-masks predict a block of K. Embedding and head may be the target's, frozen; then only the layers
-between are the drafter's own. Source: DEER (arXiv 2512.15176); reading the text causally is our
-addition, which the cache needs.
+The network is a Qwen2. Masks do not change the text's keys and values, which are therefore cached
+for all later rounds. A row scores the token after it (as in Dream), so the last token and K - 1
+masks predict a block of K. Embedding and head may be the target's, frozen; then the drafter has
+only its own layers. Source: DEER (arXiv 2512.15176); reading the text causally is our addition,
+which the cache needs.
 
 Shape letters: K block, V vocabulary.
 """
@@ -73,8 +73,8 @@ def load_deer(
 ) -> DEERModel:
     """The drafter in ``folder`` for the ``target`` model, in ``dtype`` or the target's.
 
-    Raises ``ValueError`` for another kind of drafter, one of another target, and naming missing,
-    extra, misshapen or non-finite weights.
+    Raises ``ValueError`` for another kind of drafter, for a drafter of another target, and naming
+    missing, extra, misshapen or non-finite weights.
     """
     facts = read_json(Path(folder) / "config.json")
     state = read_state(folder)
@@ -88,8 +88,8 @@ def load_deer(
     shared = bool(facts.get("target_embeddings"))
     if shared:
         check_target(facts, target, folder)
-        own = model.state_dict()
-        state |= {name: own[name] for name in SHARED}
+        untrained = model.state_dict()
+        state |= {name: untrained[name] for name in SHARED}
     load_strict(model, state, LEFTOVERS, folder)
     if shared:  # tensors that may be quantised
         share(model, target)
@@ -102,7 +102,7 @@ def load_deer(
 
 
 def save_deer(drafter: DEERModel, folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write ``config.json`` and ``model.safetensors``, of shared weights the fingerprint only."""
+    """Write ``config.json`` and ``model.safetensors``; of shared weights only the fingerprint."""
     state = drafter.model.state_dict()
     config = drafter.model.config
     facts = {name: getattr(config, name) for name in QWEN_SIZES} | {

@@ -3,7 +3,7 @@
 One bidirectional pass over [anchor | masks] drafts a block. The context is the states of the
 target's chosen layers at each committed token, mixed by ``fc`` and normed. Only its keys and values
 are cached, so rejected drafts need no cleaning up. Embeddings and head are the target's, unless a
-release has its own. Parameters have z-lab's names; those of other releases are renamed. Source:
+release has its own. Parameters have z-lab's names; other releases' parameters are renamed. Source:
 DFlash (arXiv 2602.06036).
 
 Three options extend it. ``draft_vocab_size`` v: the drafter knows only v of the target's tokens,
@@ -99,7 +99,7 @@ class DFlash(nn.Module):
         self.embed_tokens: nn.Embedding | None = None
 
     def own(self, state: Mapping[str, Tensor]) -> None:
-        """Make room for the head and the embeddings that ``state`` has."""
+        """Create the drafter's own head and embeddings if ``state`` has them."""
         sizes = self.config.sizes
         width: int = sizes.hidden_size
         if OWN_HEAD in state:
@@ -110,16 +110,16 @@ class DFlash(nn.Module):
 
     @property
     def ids(self) -> Tensor | None:
-        """The target's ids [v] of the drafter's tokens; None where they are all of the target's."""
+        """The target's ids [v] of the drafter's tokens; None if it drafts all of them."""
         if not self.config.tokens:
             return None
         return self.d2t + torch.arange(self.config.tokens, device=self.d2t.device)
 
     def set_ids(self, ids: Tensor) -> None:
-        """Make ``ids`` [v] of the target's the drafter's tokens.
+        """Let the drafter draft the target's tokens ``ids`` [v].
 
-        Raises ``ValueError`` for ids that repeat, that the target lacks or that are not as many as
-        the config says.
+        Raises ``ValueError`` for repeated ids, ids that the target lacks, and another number than
+        the config's.
         """
         count = self.config.tokens
         check_ids(ids, count, self.config.sizes.vocab_size)
@@ -130,8 +130,8 @@ class DFlash(nn.Module):
     def pairs(self, previous: Tensor) -> Tensor:
         """The addition to the logits [..., v] after the target's tokens ``previous`` [...]."""
         assert self.markov is not None
-        found: Tensor = self.markov(self.t2d[previous])
-        return found
+        logits: Tensor = self.markov(self.t2d[previous])
+        return logits
 
     def begin(self, batch: int, capacity: int, commit: int) -> None:
         """Make room for ``capacity`` positions a row and rounds that commit at most ``commit``."""
@@ -145,13 +145,13 @@ class DFlash(nn.Module):
             capacity=capacity,
             scratch=max(block, commit),
         )
-        kept = vars(self).get("cache")
-        self.cache = Cache.again(kept, size, self.fc.weight.dtype, device)
+        cache = vars(self).get("cache")
+        self.cache = Cache.again(cache, size, self.fc.weight.dtype, device)
         self.past = as_transformers(self.cache.layers)
         self.everyone = torch.ones(1, block, block, dtype=torch.bool, device=device)
 
     def read_prompt(self, context: Tensor, lengths: Tensor) -> None:
-        """Keep the ``context`` [B, M, F·C] of prompts of ``lengths`` [B]."""
+        """Cache the ``context`` [B, M, F·C] of prompts of ``lengths`` [B]."""
         self.cache.aim(0, context.shape[1])
         self._write(context, torch.arange(context.shape[1], device=lengths.device)[None])
         self.cache.lengths += lengths
@@ -168,7 +168,7 @@ class DFlash(nn.Module):
         """States [B, K, C] of blocks whose anchors follow the context.
 
         ``embeddings`` [B, K, C] are the target's of [anchor, mask, mask, …]. Row i scores the token
-        at its own position, so the anchor's scores nothing.
+        at its own position, so the anchor's row scores nothing.
         """
         cache = self.cache
         cache.aim_at_tree(embeddings.shape[1])
@@ -181,16 +181,16 @@ class DFlash(nn.Module):
         return self.norm(x)
 
     def _biases(self, bias: Tensor) -> list[Tensor]:
-        """Each layer's mask [B, 1, K, S]: ``bias``, which hides no place of the block from another,
-        narrowed to the layer's reach.
+        """Each layer's mask [B, 1, K, S]: ``bias``, under which the block's places all attend to
+        one another, narrowed to the layer's reach.
         """
         reaches = self.config.reaches or (Reach(),) * len(self.layers)
         cache = self.cache
-        made = {
+        biases = {
             reach: narrowed(bias, reach, cache.lengths, cache.front)
             for reach in dict.fromkeys(reaches)
         }
-        return [made[reach] for reach in reaches]
+        return [biases[reach] for reach in reaches]
 
     def _write(self, context: Tensor, positions: Tensor) -> None:
         pairs = context_keys(self, context, positions)
@@ -199,30 +199,30 @@ class DFlash(nn.Module):
 
 
 def narrowed(bias: Tensor, reach: Reach, lengths: Tensor, front: int) -> Tensor:
-    """``bias`` [B, 1, K, S] with -inf where a place's ``reach`` does not extend.
+    """``bias`` [B, 1, K, S] with -inf beyond each place's ``reach``.
 
-    Slot i before ``front`` is the context's position i of ``lengths`` [B], slot ``front`` + i the
-    block's place i.
+    Slot i < ``front`` is position i of the context of ``lengths`` [B]; slot ``front`` + i is place
+    i of the block.
     """
     if reach == Reach():
         return bias
-    place = torch.arange(bias.shape[-2], device=bias.device)
+    query = torch.arange(bias.shape[-2], device=bias.device)
     slot = torch.arange(bias.shape[-1], device=bias.device)
     block = slot - front  # [S], negative in the context
-    unseen = block.new_zeros(1, len(place), len(slot), dtype=torch.bool)
+    unseen = block.new_zeros(1, len(query), len(slot), dtype=torch.bool)
     if reach.causal:
-        unseen = unseen | (block > place[:, None])
+        unseen = unseen | (block > query[:, None])
     if reach.past is not None:
-        first = lengths[:, None] + (place if reach.moving else 0 * place) - reach.past  # [B, K]
+        first = lengths[:, None] + (query if reach.moving else 0 * query) - reach.past  # [B, K]
         unseen = unseen | ((block < 0) & (slot < first[..., None]))
         if reach.moving:
-            away = (block - place[:, None]).abs()
+            away = (block - query[:, None]).abs()
             unseen = unseen | ((block >= 0) & (away > reach.past))
     return bias.masked_fill(unseen[:, None], float("-inf"))
 
 
 def block_head(config: DFlashConfig, tokens: int) -> MarkovHead | DominoHead | None:
-    """The head of a release of ``config`` for a drafter of ``tokens`` v; None where it has none."""
+    """The release's head that ``config`` describes, for v = ``tokens``; None if there is none."""
     head = config.head
     if head is None:
         return None
@@ -237,22 +237,22 @@ def context_keys(model: DFlash, context: Tensor, positions: Tensor) -> list[tupl
     """Each layer's keys, values [B, H, M, D] of ``context`` [B, M, F·C] at [1 or B, M]."""
     mixed = model.hidden_norm(model.fc(context))  # [B, M, C]
     turns = model.turns(mixed, positions)
-    found = []
+    pairs = []
     for layer in model.layers:
         attention = layer.self_attn
         split = (*mixed.shape[:2], -1, attention.head_dim)
         keys = attention.k_norm(attention.k_proj(mixed).view(split)).transpose(1, 2)
         _, keys = apply_rotary_pos_emb(keys, keys, *turns)
-        found.append((keys, attention.v_proj(mixed).view(split).transpose(1, 2)))
-    return found
+        pairs.append((keys, attention.v_proj(mixed).view(split).transpose(1, 2)))
+    return pairs
 
 
 def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
     """The drafter in ``folder``, of any layout that ``dflash_config`` knows, in ``dtype`` or the
     file's.
 
-    In evaluation mode. Raises ``ValueError`` naming sizes that are missing and missing, extra,
-    misshapen or non-finite weights.
+    In evaluation mode. Raises ``ValueError`` naming missing sizes, and missing, extra, misshapen or
+    non-finite weights.
     """
     config = DFlashConfig.from_json(read_json(Path(folder) / "config.json"), folder)
     return dflash_of(config, read_state(folder), folder, dtype)
@@ -261,19 +261,19 @@ def load_dflash(folder: str | Path, dtype: torch.dtype | None = None) -> DFlash:
 def dflash_of(
     config: DFlashConfig, weights: Mapping[str, Tensor], source: object, dtype: torch.dtype | None
 ) -> DFlash:
-    """The drafter of ``config`` with ``weights`` by any release's names (:func:`load_dflash`)."""
-    own = {name: x for name, x in weights.items() if name.split(".")[0] not in TARGETS}
-    state = renamed(own, RENAMED)
+    """The drafter of ``config`` with ``weights`` under any release's names; see ``load_dflash``."""
+    kept_weights = {name: x for name, x in weights.items() if name.split(".")[0] not in TARGETS}
+    state = renamed(kept_weights, RENAMED)
     if not config.tokens:
         state.pop("d2t", None)  # a table of all tokens changes nothing
-    wanted = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)
+    weights_dtype = dtype or (state["fc.weight"].dtype if "fc.weight" in state else torch.float32)
     with WithoutWeights():
         model = DFlash(config)
         model.own(state)
-    load_strict(model, state, LEFTOVERS, str(source), wanted)
+    load_strict(model, state, LEFTOVERS, str(source), weights_dtype)
     if model.ids is not None:
         model.set_ids(model.ids)
-    cast(model, wanted)
+    cast(model, weights_dtype)
     return model.eval()
 
 
@@ -282,7 +282,7 @@ def save_dflash(
 ) -> None:
     """Write z-lab's format, with the fingerprint of the target's ``embeddings`` [V, C].
 
-    Raises ``ValueError`` for a drafter with parts that z-lab's format does not have.
+    Raises ``ValueError`` for a drafter with parts that z-lab's format lacks.
     """
     config = model.config
     if config.head or config.confidence or config.anchor or config.reaches or model.lm_head:

@@ -2,8 +2,8 @@
 
 z-lab and SpecForge nest the fields in ``dflash_config`` that transformers' assistants and
 DeepSeek's DSpark have at the top level; speculators nests a layer's config and counts layers from
-the embeddings. They differ in which state of a target's last layer is meant, in the reach of layers
-with a window, and in whether the anchor's own place drafts; see the readers below.
+the embeddings. They differ in the state that they read of a target's last layer, in the reach of
+layers with a window, and in whether the anchor's own place drafts; see the readers below.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Reach:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """A release's head that binds a block's drafts: DSpark's ``kind`` "vanilla", "gated" or "rnn"
-    of rank ``size``, or "domino" with a GRU of ``size``, a layer of ``inner`` and ``pure`` drafts
-    before it.
+    """A release's head that makes drafts depend on earlier ones: DSpark's ``kind`` "vanilla",
+    "gated" or "rnn" of rank ``size``, or "domino" with a GRU of ``size``, a layer of width
+    ``inner``, and ``pure`` first drafts without it.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class DFlashConfig:
 
     ``tokens`` is the size v of the drafter's own vocabulary (0: the target's), ``markov`` the rank
     of its table of pairs (0: none), ``recurrent`` the size of its memory along a block (0: none).
-    With ``anchor`` the anchor's place drafts, too, and place i the token after its own position.
-    Of the target's last layer the states after the final norm are read if ``normed``. ``reaches``
-    are what each layer sees (empty: everything), ``head`` is a release's, ``confidence`` what its
-    confidence head reads: "" (there is none), "states", or "markov" (the head's token, too). Raises
-    ``ValueError`` for a block without a draft, a mask outside the vocabulary, no or repeated layers
-    and sizes that cannot be.
+    With ``anchor`` the anchor's place drafts, too, and place i drafts the token after its own
+    position. If ``normed``, the target's last layer is read after the final norm. ``reaches``: each
+    layer's reach (empty: unlimited); ``head``: a release's head; ``confidence``: the input of its
+    confidence head, "" (there is none), "states", or "markov" (also the Markov head's token).
+    Raises ``ValueError`` for a block without a draft, a mask outside the vocabulary, no or repeated
+    layers and sizes that cannot be.
     """
 
     sizes: Qwen3Config
@@ -112,6 +112,7 @@ class DFlashConfig:
         self._check_heads()
 
     def _check_heads(self) -> None:
+        """Raise ``ValueError`` for a release's head with impossible sizes or options."""
         head = self.head
         if head is None:
             if self.confidence == "markov":
@@ -129,7 +130,7 @@ class DFlashConfig:
 
     @property
     def longest(self) -> int:
-        """The drafts of a block."""
+        """The number of drafts of a block."""
         return self.block if self.anchor else self.block - 1
 
     @classmethod
@@ -139,68 +140,69 @@ class DFlashConfig:
         Raises ``ValueError`` for other kinds of drafters, and for missing or impossible values.
         """
         read = _speculators if SPECULATORS in facts else _on_top
-        given, convention = read(facts, source)
-        if missing := [name for name in NEEDED if given.get(name) is None]:
+        values, convention = read(facts, source)
+        if missing := [name for name in NEEDED if values.get(name) is None]:
             raise ValueError(
                 f"{source} must describe a DFlash drafter, got no {', '.join(missing)}"
             )
-        counts = {name: given.get(name) or 0 for name in (*NEEDED[:2], *OWN)}
+        counts = {name: values.get(name) or 0 for name in (*NEEDED[:2], *OWN)}
         strange = [f"{name} {value!r}" for name, value in counts.items() if type(value) is not int]
         if strange:
             raise ValueError(f"{source} must give whole numbers, got {', '.join(strange)}")
-        given = {"vocab_size": counts["mask_token_id"] + 1, **given}
-        sizes = _layer_sizes(given)
+        values = {"vocab_size": counts["mask_token_id"] + 1, **values}
+        sizes = _layer_sizes(values)
         tokens = counts["draft_vocab_size"]
         return cls(
             sizes,
             counts["block_size"],
             counts["mask_token_id"],
-            tuple(given["target_layer_ids"]),
+            tuple(values["target_layer_ids"]),
             tokens=0 if tokens == sizes.vocab_size and SPECULATORS in facts else tokens,
             # a release's rank belongs to its own head
             markov=0 if "head" in convention else counts["markov_rank"],
             recurrent=counts["recurrent_size"],
-            reaches=_reaches(given, sizes.num_hidden_layers, source),
+            reaches=_reaches(values, sizes.num_hidden_layers, source),
             **convention,
         )
 
 
-def _layer_sizes(given: Facts) -> Any:
+def _layer_sizes(values: Facts) -> Any:
+    """The drafter's layers as a Qwen3 config, from the ``values`` of its config."""
     kind: Any = Qwen3Config
-    width = given.get("head_dim") or given["hidden_size"] // given["num_attention_heads"]
+    width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     return kind(
-        **read_sizes(given, {name: name for name in QWEN_SIZES}, "DFlash"),
-        **plain_rope(given, 1e6, windows=True),
+        **read_sizes(values, {name: name for name in QWEN_SIZES}, "DFlash"),
+        **plain_rope(values, 1e6, windows=True),
         head_dim=width,
-        hidden_act=given.get("hidden_act") or "silu",
-        attention_bias=bool(given.get("attention_bias")),
+        hidden_act=values.get("hidden_act") or "silu",
+        attention_bias=bool(values.get("attention_bias")),
         attn_implementation="sdpa",
     )
 
 
 def _on_top(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read z-lab's, SpecForge's, transformers', DeepSeek's and our own layout: the given values,
+    """Read z-lab's, SpecForge's, transformers', DeepSeek's and our own layout: its values,
     and the fields of :class:`DFlashConfig` that follow from the layout.
     """
     nested = facts.get("dflash_config") or {}
-    given = {**facts, **nested, "window": "moving"}
+    values = {**facts, **nested, "window": "moving"}
     if str(facts.get("model_type")).endswith("_assistant"):
-        given["window"] = "both"
+        values["window"] = "both"
     names = [PROJECTORS.get(str(name)) for name in facts.get("architectures") or ()]
-    projector = given.get("projector_type") or next(filter(None, names), None)
+    projector = values.get("projector_type") or next(filter(None, names), None)
     if projector is None:
-        anchor = bool(given.get("sample_from_anchor", given.get("shift_label")))
-        return given, {"anchor": anchor}
+        anchor = bool(values.get("sample_from_anchor", values.get("shift_label")))
+        return values, {"anchor": anchor}
     if projector == "domino":
-        return given, {"anchor": bool(given.get("shift_label")), "head": _domino(given, source)}
+        return values, {"anchor": bool(values.get("shift_label")), "head": _domino(values, source)}
     if projector != "dspark":
         raise ValueError(
             f"{source} must have projector_type dspark or domino or none, got {projector!r}"
         )
     # SpecForge trains each place on the token after its own, as DeepSeek's release does.
-    anchor = bool(given.get("sample_from_anchor", given.get("shift_label") or True))
-    sure = given.get("enable_confidence_head", (given.get("confidence_head_alpha") or 0) > 0)
-    return given, {"anchor": anchor, **_dspark(given, bool(sure), False)}
+    anchor = bool(values.get("sample_from_anchor", values.get("shift_label") or True))
+    sure = values.get("enable_confidence_head", (values.get("confidence_head_alpha") or 0) > 0)
+    return values, {"anchor": anchor, **_dspark(values, bool(sure), False)}
 
 
 def _speculators(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -219,10 +221,10 @@ def _speculators(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str
         raise ValueError(
             f"{source} must have layers of a type that transformers knows, got {model_type!r}"
         )
-    whole = CONFIG_MAPPING[model_type](**layer).to_dict()  # a release leaves defaults out
+    config = CONFIG_MAPPING[model_type](**layer).to_dict()  # a release leaves defaults out
     numbers = facts.get(STATES)
-    given = {**whole, **facts, "window": "anchor"}
-    given["target_layer_ids"] = None if numbers is None else layers_named(facts)
+    values = {**config, **facts, "window": "anchor"}
+    values["target_layer_ids"] = None if numbers is None else layers_named(facts)
     if numbers and min(numbers) < 1:
         raise ValueError(
             f"{source} must read layers, counted from 1 by {STATES}, got "
@@ -233,25 +235,25 @@ def _speculators(facts: Facts, source: object) -> tuple[dict[str, Any], dict[str
     if spark:
         sure = bool(facts.get("enable_confidence_head", True))
         convention |= _dspark({"markov_rank": 256, **facts}, sure, True)
-    return given, convention
+    return values, convention
 
 
-def _dspark(given: Facts, sure: bool, with_markov: bool) -> dict[str, Any]:
-    rank = given.get("markov_rank") or 0
-    kind = str(given.get("markov_head_type") or "vanilla").lower()
-    reads = "markov" if given.get("confidence_head_with_markov", with_markov) else "states"
+def _dspark(values: Facts, sure: bool, with_markov: bool) -> dict[str, Any]:
+    rank = values.get("markov_rank") or 0
+    kind = str(values.get("markov_head_type") or "vanilla").lower()
+    reads = "markov" if values.get("confidence_head_with_markov", with_markov) else "states"
     return {"head": HeadSizes(kind, rank) if rank else None, "confidence": reads if sure else ""}
 
 
-def _domino(given: Facts, source: object) -> HeadSizes:
+def _domino(values: Facts, source: object) -> HeadSizes:
     names = ("gru_hidden_dim", "emb_dim")
-    if missing := [name for name in names if not isinstance(given.get(name), int)]:
+    if missing := [name for name in names if not isinstance(values.get(name), int)]:
         raise ValueError(f"{source} must give sizes of a Domino head, got no {', '.join(missing)}")
-    pure = int(given.get("pure_draft_prefix_len") or 0)
-    return HeadSizes("domino", given["gru_hidden_dim"], given["emb_dim"], pure)
+    pure = int(values.get("pure_draft_prefix_len") or 0)
+    return HeadSizes("domino", values["gru_hidden_dim"], values["emb_dim"], pure)
 
 
-def _reaches(given: Facts, layers: int, source: object) -> tuple[Reach, ...]:
+def _reaches(values: Facts, layers: int, source: object) -> tuple[Reach, ...]:
     """The reach of each layer.
 
     speculators' windows begin at the anchor and hold ``sliding_window`` context tokens; z-lab's
@@ -259,23 +261,23 @@ def _reaches(given: Facts, layers: int, source: object) -> tuple[Reach, ...]:
     If ``layer_types`` names the window, a block is causal unless ``causal`` or
     ``sliding_window_non_causal`` says otherwise.
     """
-    types = list(given.get("layer_types") or ["full_attention"] * layers)
+    types = list(values.get("layer_types") or ["full_attention"] * layers)
     named = SLIDING in types
-    if given.get("use_swa") and not named:
+    if values.get("use_swa") and not named:
         types = [SLIDING] * layers
     if SLIDING not in types:
-        causal = bool(given.get("causal"))
+        causal = bool(values.get("causal"))
         return (Reach(causal=True),) * layers if causal else ()
-    size = given.get("swa_window_size") or given.get("sliding_window")
-    if not isinstance(size, int) or size < 1 or given.get("use_sliding_window") is False:
+    size = values.get("swa_window_size") or values.get("sliding_window")
+    if not isinstance(size, int) or size < 1 or values.get("use_sliding_window") is False:
         raise ValueError(
             f"{source} must give a sliding_window for its layers of {SLIDING}, got {size!r} with "
-            f"use_sliding_window {given.get('use_sliding_window')!r}"
+            f"use_sliding_window {values.get('use_sliding_window')!r}"
         )
     window = {
-        "anchor": Reach(size, False, not given.get("sliding_window_non_causal")),
-        "moving": Reach(size - 1, True, bool(given.get("causal", named))),
+        "anchor": Reach(size, False, not values.get("sliding_window_non_causal")),
+        "moving": Reach(size - 1, True, bool(values.get("causal", named))),
         "both": Reach(size),
-    }[given["window"]]
-    full = Reach(causal=bool(given.get("causal")))
+    }[values["window"]]
+    full = Reach(causal=bool(values.get("causal")))
     return tuple(window if kind == SLIDING else full for kind in types)

@@ -106,6 +106,7 @@ class FullAttention:
         return self
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
+        """States [B, L, C] of ``tokens`` [B, L]; see :class:`DiffusionLM`."""
         # An attention mask of None would be a causal one.
         dtype = self.model.lm_head.weight.dtype
         bias = torch.zeros(1, 1, 1, tokens.shape[1], dtype=dtype, device=tokens.device)
@@ -126,8 +127,8 @@ class FullAttention:
 def load_diffusion_lm(folder: str | Path, dtype: torch.dtype | None = None) -> DiffusionLM:
     """The model in ``folder``, in evaluation mode, in ``dtype`` or the file's.
 
-    Raises ``ValueError`` naming an unknown kind of model, sizes that are missing, layers that are
-    not as published, a mask token that the model lacks, and missing, extra, misshapen or non-finite
+    Raises ``ValueError`` naming an unknown kind of model, missing sizes, layers unlike the
+    published ones, a mask token that the model lacks, and missing, extra, misshapen or non-finite
     weights.
     """
     facts = read_json(Path(folder) / "config.json")
@@ -135,8 +136,8 @@ def load_diffusion_lm(folder: str | Path, dtype: torch.dtype | None = None) -> D
     kind = _kind(facts)
     if kind not in READERS:
         raise unknown("kind of diffusion language model", kind, READERS)
-    wanted = dtype or next(t.dtype for t in state.values() if t.is_floating_point())
-    return READERS[kind](facts, state, folder, wanted)
+    weights_dtype = dtype or next(t.dtype for t in state.values() if t.is_floating_point())
+    return READERS[kind](facts, state, folder, weights_dtype)
 
 
 def _kind(facts: Facts) -> str:
@@ -169,16 +170,17 @@ def _full(
     mask: int,
     shift: int,
 ) -> FullAttention:
+    """A Dream or LLaDA ``model`` with the weights ``state``, as a :class:`FullAttention`."""
     if model.config.tie_word_embeddings and TOKENS in state:
         state = {HEAD: state[TOKENS], **state}
     load_strict(model, state, LEFTOVERS, source, dtype)
-    given = facts.get("mask_token_id")
+    mask_token = facts.get("mask_token_id")
     end = facts.get("eos_token_id")
-    return FullAttention(cast(model, dtype), mask if given is None else given, end, shift)
+    return FullAttention(cast(model, dtype), mask if mask_token is None else mask_token, end, shift)
 
 
 def _llada_config(facts: Facts) -> LlamaConfig:
-    """LLaDA's ``config.json`` as Llama's; raises ``ValueError`` for what a Llama cannot be."""
+    """LLaDA's ``config.json`` as Llama's; raises ``ValueError`` for settings that Llama lacks."""
     odd = {k: facts[k] for k, v in LLADA_ON.items() if facts.get(k, v) != v}
     odd |= {k: facts[k] for k in LLADA_OFF if facts.get(k)}
     if odd:
@@ -194,18 +196,19 @@ def _llada_config(facts: Facts) -> LlamaConfig:
 
 
 def _llama_name(name: str) -> str:
-    """A LLaDA tensor's name in a Llama; other names stay, for strict loading to refuse."""
-    found = re.fullmatch(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
-    if found is None:
+    """Llama's name for a LLaDA tensor; other names stay, and strict loading refuses them."""
+    match = re.fullmatch(r"model\.transformer\.(?:blocks\.(\d+)\.)?(\w+)\.weight", name)
+    if match is None:
         return name
-    layer, part = found.groups()
+    layer, weight = match.groups()
     if layer is None:
-        return f"{LLADA_NAMES.get(part, part)}.weight"
-    inner = LLADA_NAMES.get(f"blocks.{part}", LLADA_NAMES.get(part, part))
+        return f"{LLADA_NAMES.get(weight, weight)}.weight"
+    inner = LLADA_NAMES.get(f"blocks.{weight}", LLADA_NAMES.get(weight, weight))
     return f"model.layers.{layer}.{inner}.weight"
 
 
 def _ddit(facts: Facts, state: State, source: str | Path, dtype: torch.dtype) -> DiffusionLM:
+    """The MDLM or BD3LM with the weights ``state``; not with time conditioning."""
     if facts.get("time_conditioning"):
         raise ValueError(f"{source} must be a model without time conditioning, got one with it")
     state = {name.removeprefix("backbone."): tensor for name, tensor in state.items()}
@@ -219,16 +222,16 @@ def _ddit(facts: Facts, state: State, source: str | Path, dtype: torch.dtype) ->
 
 def _ddit_config(facts: Facts, state: State, source: str | Path) -> DDiTConfig:
     """Sizes by their names on the hub or in a training config (nested under ``model``)."""
-    given = {**facts, **facts.get("model", {})}
+    values = {**facts, **facts.get("model", {})}
 
     def size(*names: str) -> int:
-        found = next((given[n] for n in names if isinstance(given.get(n), int)), None)
-        if found is None:
-            wanted = " or ".join(names)
+        number = next((values[n] for n in names if isinstance(values.get(n), int)), None)
+        if number is None:
+            fields = " or ".join(names)
             raise ValueError(
-                f"{source} must give {wanted} as a whole number in config.json, got none"
+                f"{source} must give {fields} as a whole number in config.json, got none"
             )
-        return int(found)
+        return int(number)
 
     if DDIT_EMBEDDING not in state:
         raise ValueError(f"{source} must hold {DDIT_EMBEDDING}, got {len(state)} other tensors")

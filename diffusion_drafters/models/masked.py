@@ -19,7 +19,7 @@ from torch import Tensor
 class DiffusionLM(Protocol):
     """A masked diffusion model.
 
-    It has ``vocabulary`` v, the ids ``mask`` and ``end`` (None where it has none), ``room`` in
+    It has ``vocabulary`` v, the ids ``mask`` and ``end`` (None: it has none), ``room`` in
     positions, and ``shift``: 1 where row i scores token i + 1 (Dream), 0 where it scores token i.
     """
 
@@ -33,7 +33,7 @@ class DiffusionLM(Protocol):
         """Move the weights to ``device``."""
 
     def states(self, tokens: Tensor, valid: Tensor | None = None) -> Tensor:
-        """States [B, L, C] of ``tokens`` [B, L]; only ``valid`` [B, L] ones are attended."""
+        """States [B, L, C] of ``tokens`` [B, L]; only ``valid`` [B, L] tokens are attended to."""
 
     def head(self, states: Tensor) -> Tensor:
         """Logits [..., v] of ``states`` [..., C]."""
@@ -75,7 +75,7 @@ def block_logits(
 
 
 def check_mask(mask: object, vocabulary: int, end: int | None) -> int:
-    """``mask``, one of ``vocabulary`` tokens; ``ValueError`` if it is none, or ``end``."""
+    """``mask``; ``ValueError`` if it is not one of ``vocabulary`` tokens, or is ``end``."""
     if type(mask) is not int or not 0 <= mask < vocabulary:
         raise ValueError(
             f"mask token must be one of the {vocabulary} of the model, got {mask!r}; give its id"

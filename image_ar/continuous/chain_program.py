@@ -1,10 +1,10 @@
 """Speculation along denoising chains as a compiled program, which runs rounds until all rows end.
 
 It runs the rounds of :mod:`specmm.image_ar.continuous.chain_round` with the same random numbers
-that the host would use, for pictures of equally many rows. When a picture's numbers run out, more
-are drawn in the host's order, because one generator feeds both streams. A round whose residual
-needs more proposals than the program has is left to the host. Shape letters as there; B pictures of
-n rows, R = B·n.
+that the host would use, for pictures of equally many rows. When a picture's numbers run out, the
+host draws more, in the order of its own rounds, because one generator feeds both streams. The host
+also runs a round whose residual needs more proposals than the program holds. Shape letters as in
+that module; B pictures of n rows, R = B·n.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Fixed(NamedTuple):
 
 
 class ChainProgram:
-    """Speculation for so many ``pictures``, whose rounds ``run`` plays: :func:`run_rounds` or a
-    compiled form of it.
+    """Speculation for ``pictures`` pictures at a time. ``run`` runs the rounds: :func:`run_rounds`
+    or its compiled form.
     """
 
     def __init__(
@@ -79,42 +79,41 @@ class ChainProgram:
         self.each = len(bound) // pictures
         self.batch = pictures
         self.steps = tables.steps
-        numbers = torch.tensor([float(bound.scale), temperature, 2 * math.log(temperature)])
+        options = float(bound.scale), temperature, 2 * math.log(temperature)
+        numbers = torch.tensor(options, dtype=torch.float32)
         windows = torch.from_numpy(tables.rows)
         assert bound.table is not None, "iterations of few tokens have one"
         self.fixed = (bound.head.weights, bound.table, windows, numbers)
 
     def __call__(self, rows: list[Tensor], streams: tuple[PictureStreams, PictureStreams]) -> None:
-        """Replace ``rows``, tensors of ``ChainRows``, by their state after as many rounds as the
-        program can play.
-        """
-        left = (rows[0] < self.steps).view(self.batch, -1).any(1)
-        there = left.nonzero().flatten().tolist()
+        """Advance ``rows``, tensors of ``ChainRows``, in place by all rounds a program can run."""
+        unfinished = (rows[0] < self.steps).view(self.batch, -1).any(1)
+        live = unfinished.nonzero().flatten().tolist()
         moved = rows
         goes_on = True
         while goes_on:
-            numbers = [self._numbers(there, *s) for s in zip(streams, MOST, strict=True)]
-            held = torch.tensor([each for _, each in numbers]).T.contiguous()
-            fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], held)
-            none = torch.zeros(held.shape, dtype=held.dtype)  # not of its strides
+            numbers = [self._numbers(live, *s) for s in zip(streams, MOST, strict=True)]
+            stored = torch.tensor([row_numbers for _, row_numbers in numbers]).T.contiguous()
+            fixed = Fixed(*self.fixed, numbers[0][0], numbers[1][0], stored)
+            none = torch.zeros(stored.shape, dtype=stored.dtype)  # not of its strides
             state = none, none.clone(), moved[0] < self.steps, *moved
             drawn, short, _, *moved = self.run(fixed, state)
-            goes_on = self._drawn(there, drawn.tolist(), short.tolist(), streams, held.tolist())
-        for x, made in zip(rows, moved, strict=True):
-            x.copy_(made)
+            goes_on = self._drawn(live, drawn.tolist(), short.tolist(), streams, stored.tolist())
+        for x, value in zip(rows, moved, strict=True):
+            x.copy_(value)
 
     def _numbers(
         self, pictures: list[int], stream: PictureStreams, each: int
     ) -> tuple[Tensor, list[int]]:
-        """The next numbers of ``pictures`` [B, n · ``each``], and how many there are of each."""
+        """The next numbers of ``pictures`` [B, n · ``each``] from ``stream``, and their counts."""
         most = self.each * each
-        numbers = torch.zeros(self.batch, most)
-        held = [0] * self.batch
+        numbers = torch.zeros(self.batch, most, dtype=torch.float32)
+        stored = [0] * self.batch
         for b in pictures:
             ahead = stream.ahead(b, most)
             numbers[b, : len(ahead)] = ahead
-            held[b] = len(ahead)
-        return numbers, held
+            stored[b] = len(ahead)
+        return numbers, stored
 
     def _drawn(
         self,
@@ -122,7 +121,7 @@ class ChainProgram:
         used: list[list[int]],
         short: list[list[int]],
         streams: tuple[PictureStreams, PictureStreams],
-        held: list[list[int]],
+        stored: list[list[int]],
     ) -> bool:
         """Count the numbers used, and draw more where they ran out. Returns whether any picture can
         continue: not if a round needs more numbers than a program can hold.
@@ -132,7 +131,7 @@ class ChainProgram:
             for stream, count in zip(streams, used[b], strict=True):
                 stream.skip(b, count)
             ended, wanted = short[b][0] - 1, short[b][1]
-            if ended >= 0 and held[b][ended] < self.each * MOST[ended]:
+            if ended >= 0 and stored[b][ended] < self.each * MOST[ended]:
                 streams[ended].draw_ahead(b, wanted)
                 goes_on = True
             goes_on |= ended >= 0 and any(used[b])
@@ -157,20 +156,20 @@ def next_state(fixed: Fixed, state: State) -> State:
     going = on.view(len(drawn), -1)
     chain = _GivenChain(fixed)
     numbers = _GivenNumbers(fixed, drawn, going)
-    made = play_round(chain, rows, numbers)
+    following = play_round(chain, rows, numbers)
     short = torch.where(going.any(1, keepdim=True), numbers.short, short)
     served = (~going | (chain.sane & ~chain.lost).view_as(going)).all(1) & (short[:, 0] == 0)
     drawn = torch.where(served[:, None], torch.stack(numbers.used, 1), drawn)
     which = (going & served[:, None]).flatten()
     kept = [
         torch.where(which if x.ndim == 1 else which[:, None], x, before)
-        for x, before in zip(made, rows, strict=True)
+        for x, before in zip(following, rows, strict=True)
     ]
-    return drawn, short, which & (made.k < chain.steps), *kept
+    return drawn, short, which & (following.k < chain.steps), *kept
 
 
 class _GivenChain:
-    """The :class:`~specmm.image_ar.continuous.chain_round.Chain` made of ``fixed`` tensors."""
+    """A :class:`~specmm.image_ar.continuous.chain_round.Chain` with the ``fixed`` tensors."""
 
     def __init__(self, fixed: Fixed) -> None:
         self.fixed = fixed
@@ -185,8 +184,8 @@ class _GivenChain:
 
     def answers(self, k: Array, x: Array) -> tuple[Array, Array]:
         at = self.at[:, :-1].clamp(max=self.steps - 1)
-        own = self.fixed.modulations[at, arange(len(at), at)[:, None]]
-        return guided(self.fixed.weights, x, own, self.scale)
+        modulations = self.fixed.modulations[at, arange(len(at), at)[:, None]]
+        return guided(self.fixed.weights, x, modulations, self.scale)
 
     def look(self, p: Normal, wider: Array, k: Array) -> None:
         beyond = self.at[:, :-1, None] >= self.steps
@@ -218,21 +217,22 @@ class _GivenNumbers:
         return self._take(1, rows, count)
 
     def chosen(self, rows: Mask) -> Any:
-        """All rows: a program decides nothing on the host."""
+        """All rows: a program cannot choose rows on the host."""
         return slice(None)
 
     def needed(self, rows: Mask) -> bool:
         return True
 
     def _take(self, i: int, rows: Mask | None, count: int) -> Tensor:
+        """The next ``count`` numbers of stream ``i`` for ``rows``; notes if they run out."""
         stream = self.streams[i]
         taking = (self.going if rows is None else self.going & rows.view_as(self.going)).long()
         first = self.used[i][:, None] + (taking.cumsum(1) - taking) * count  # [B, n]
         at = first[:, :, None] + arange(count, first)
-        wanted = taking.sum(1) * count
-        self.used[i] = self.used[i] + wanted
+        total = taking.sum(1) * count
+        self.used[i] = self.used[i] + total
         ended = (self.used[i] > self.held[i]) & (self.short[:, 0] == 0)
-        told = torch.stack([torch.full_like(wanted, i + 1), wanted], dim=1)
-        self.short = torch.where(ended[:, None], told, self.short)
-        found = stream.gather(1, at.flatten(1).clamp(max=stream.shape[1] - 1))
-        return found.view(-1, count)
+        wanted_rows = torch.stack([torch.full_like(total, i + 1), total], dim=1)
+        self.short = torch.where(ended[:, None], wanted_rows, self.short)
+        numbers = stream.gather(1, at.flatten(1).clamp(max=stream.shape[1] - 1))
+        return numbers.view(-1, count)

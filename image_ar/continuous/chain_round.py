@@ -53,9 +53,9 @@ def log_ratio(p: Normal, q: Normal, y: Array) -> Array:
 
 
 class ChainRows(NamedTuple):
-    """Rows as a round begins: the step ``k`` [R] int64 (S: finished) and the head ``calls`` [R] of
-    each, their ``eta`` (a finished row's token), the drafter's N(mean, var) of x0, [R, C] each, and
-    the numbers [R] of their ``Response``.
+    """State of the rows before a round: the step ``k`` [R] int64 (S: finished), the head ``calls``
+    [R] so far, ``eta`` [R, C] (of a finished row: its token), the drafter's N(mean, var) of x0 [R,
+    C], and the fields of ``Response`` [R].
     """
 
     k: Array
@@ -63,15 +63,15 @@ class ChainRows(NamedTuple):
     eta: Array
     mean: Array
     var: Array
-    seen: Array
+    seen: Array  # of ``Response``, as ``implied``
     implied: Array
 
 
 class Numbers(Protocol):
     """Source of a round's random numbers. ``rows`` [R] flags the rows that need some; None: all.
 
-    Numbers are drawn for the rows of :meth:`chosen`, by row; ``turns`` are the numbers of proposals
-    that a residual makes in each turn.
+    Numbers are drawn row by row for the rows of :meth:`chosen`. ``turns``: how many proposals a
+    residual makes in each turn.
     """
 
     turns: tuple[int, ...]
@@ -83,10 +83,10 @@ class Numbers(Protocol):
         """``count`` logarithms of uniforms for each of ``rows``."""
 
     def chosen(self, rows: Mask) -> Any:
-        """An index of at least ``rows``."""
+        """An index that selects ``rows``, and perhaps more rows."""
 
     def needed(self, rows: Mask) -> bool:
-        """Whether any of ``rows`` are set; True where that is not known on the host."""
+        """Whether any of ``rows`` is set; True if the host does not know."""
 
 
 class Chain(Protocol):
@@ -106,10 +106,10 @@ class Chain(Protocol):
         """The head's (eps, v) [R, W, C] for ``x`` [R, W, C] at the steps from ``k`` [R] on."""
 
     def look(self, p: Normal, wider: Array, k: Array) -> None:
-        """Look whether the target's distributions ``p`` are sane; see :func:`target_probs`."""
+        """Check the target's distributions ``p``; see :func:`target_probs`."""
 
     def lack(self, lost: Mask) -> None:
-        """Learn which rows are ``lost`` [R], since a residual needs more proposals."""
+        """Note the rows ``lost`` [R] whose residual needs more proposals."""
 
 
 class Drafts(NamedTuple):
@@ -121,7 +121,7 @@ class Drafts(NamedTuple):
 
 
 def play_round(chain: Chain, rows: ChainRows, numbers: Numbers) -> ChainRows:
-    """``rows`` after a round; finished rows may be among them and are ignored."""
+    """The state of ``rows`` after one round; finished rows are ignored."""
     k, calls, eta, *_ = rows
     response = Response(rows.seen, rows.implied)
     columns = chain.columns(k)
@@ -192,7 +192,7 @@ def target_probs(
 
 
 def predicted(clean: Array, step: Array, gain: Array, excess: Any) -> tuple[Array, Array]:
-    """The drafter's N(m, V) after a ``step`` [R, C] of ``gain``, where the target predicted
+    """The drafter's N(m, V) after a ``step`` [R, C] of ``gain``, from the target's prediction
     ``clean`` with Δ·Var(x0) = ``excess``.
     """
     surer = 1 + excess
@@ -200,19 +200,19 @@ def predicted(clean: Array, step: Array, gain: Array, excess: Any) -> tuple[Arra
 
 
 def draw_residual(p: Normal, q: Normal, step: Array, lost: Mask, numbers: Numbers) -> None:
-    """Write draws from (p - q)+ / mass to ``step`` [R, C] for the ``lost`` rows [R], and clear
-    their flags; rows whose proposals ran out stay ``lost``.
+    """For the rows flagged ``lost`` [R], write draws from (p - q)+ / mass to ``step`` [R, C] and
+    clear their flags. Rows that ran out of proposals stay flagged.
     """
     width = step.shape[1]
     for tries in numbers.turns:
         at = numbers.chosen(lost)
-        own, other = p[at][:, None], q[at][:, None]
-        y = own.sample(numbers.normals(lost, tries * width).reshape(-1, tries, width))
-        good = numbers.log_uniforms(lost, tries) > -log_ratio(own, other, y)  # [N, K]
+        p_mean, q_mean = p[at][:, None], q[at][:, None]
+        y = p_mean.sample(numbers.normals(lost, tries * width).reshape(-1, tries, width))
+        good = numbers.log_uniforms(lost, tries) > -log_ratio(p_mean, q_mean, y)  # [N, K]
         first = first_of(good)
         hit = lost[at] & ((first < tries) | (tries == TURNS[-1]))
-        found = y[arange(len(y), first), clamped(first, 0, tries - 1)]
-        step[at] = of(y).where(hit[:, None], found, step[at])
+        residual = y[arange(len(y), first), clamped(first, 0, tries - 1)]
+        step[at] = of(y).where(hit[:, None], residual, step[at])
         lost[at] = lost[at] & ~hit
         if not numbers.needed(lost):
             break

@@ -85,20 +85,20 @@ def speculate(
     program: ChainProgram | None = None
     if programs is not None and len(set(rows)) == 1:
         program = programs(bound, tables, temperature, len(rows))
-    while len(left := run.left()):
+    while len(unfinished := run.left()):
         if program is not None:
             program(run.rows, run.streams)
-            left = run.left()
-        if len(left):
-            run.round(left)
+            unfinished = run.left()
+        if len(unfinished):
+            run.round(unfinished)
     calls = run.now.calls.tolist()
     tokens = torch.from_numpy(run.now.eta).to(bound.head.device)
     return Speculated(finite(tokens), calls, max(calls))
 
 
 class ChainRun:
-    """The rounds of one ``speculate``; their ``state`` is of all rows, finished ones too. The
-    host's :class:`~specmm.image_ar.continuous.chain_round.Chain`.
+    """The rounds of one :func:`speculate` on the host, with the ``state`` of all rows, including
+    finished rows. Implements :class:`~specmm.image_ar.continuous.chain_round.Chain`.
     """
 
     state: ClassVar[tuple[str, ...]] = ("rows",)
@@ -131,22 +131,22 @@ class ChainRun:
         """The rows that are not finished [N]."""
         return np.flatnonzero(self.now.k < self.steps)
 
-    def round(self, left: Array) -> None:
-        """A round of the rows ``left`` [N]."""
-        self.played = left.tolist()
-        at = slice(None) if len(left) == len(self.pictures) else left  # views, mostly
+    def round(self, unfinished: Array) -> None:
+        """A round of the ``unfinished`` rows [N]."""
+        self.played = unfinished.tolist()
+        at = slice(None) if len(unfinished) == len(self.pictures) else unfinished  # views, mostly
         rows = ChainRows(*(x[at] for x in self.now))
         numbers = StreamNumbers(self.streams, self.pictures[at], self.batch)
-        for x, made in zip(self.now, play_round(self, rows, numbers), strict=True):
-            x[at] = made
+        for x, value in zip(self.now, play_round(self, rows, numbers), strict=True):
+            x[at] = value
 
     def columns(self, k: Array) -> Columns:
         """The columns of a window at ``k``; shorter if all rows are near their chains' ends."""
         return self.tables.at(k, min(self.window, max(2, self.steps - int(k.min()))))
 
     def answers(self, k: Array, x: Array) -> tuple[Array, Array]:
-        there = torch.from_numpy(x).to(self.bound.head.device)
-        eps, v = self.bound.window(self.played, k.tolist(), there)
+        points = torch.from_numpy(x).to(self.bound.head.device)
+        eps, v = self.bound.window(self.played, k.tolist(), points)
         return eps.cpu().numpy(), v.cpu().numpy()
 
     def look(self, p: Normal, wider: Array, k: Array) -> None:
@@ -163,7 +163,7 @@ class ChainRun:
             finite(torch.from_numpy(p.mean))
 
     def lack(self, lost: Mask) -> None:
-        """The host draws as many proposals as there are to be."""
+        """Does nothing: the host draws as many proposals as a residual needs."""
 
 
 def take(stream: Stream, rows: list[int], width: int) -> Array:
@@ -228,5 +228,5 @@ class ChainSpeculation:
     def sample(self, condition: HeadCondition, rows: list[int]) -> tuple[Tensor, int]:
         bound = self.head.bind(condition)
         streams = (self.normal, self.log_uniform)
-        made = speculate(bound, self.tables, rows, *streams, self.temperature, self.programs)
-        return made.tokens, sum(made.row_calls)
+        result = speculate(bound, self.tables, rows, *streams, self.temperature, self.programs)
+        return result.tokens, sum(result.row_calls)

@@ -73,8 +73,8 @@ class WindowTables:
         shares = [rest / np.sqrt(level), rest / level, np.sqrt(rest / level)]
         table = np.stack([snr, gain, gain**-0.5, -np.log(gain), *shares, spread], axis=1)
         padded = np.concatenate([table, table[-1:].repeat(window, 0)])
-        seen = np.concatenate([gain, np.zeros(window)])
-        self.rows = np.column_stack([padded, seen]).astype(np.float32)[:, :, None]  # [S + W, 9, 1]
+        gains = np.concatenate([gain, np.zeros(window)])
+        self.rows = np.column_stack([padded, gains]).astype(np.float32)[:, :, None]  # [S + W, 9, 1]
         self.steps = len(level)
         self.window = window
         self.made: dict[tuple[int, int], Columns] = {}  # for rows that are all at one step
@@ -103,17 +103,17 @@ def _total(x: Array) -> Array:
 
 
 class Response(NamedTuple):
-    """How far predictions of x0 followed the steps of their windows, relative to the movement that
-    the predicted variances imply; by row, newer windows counting more.
+    """How far predictions of x0 followed the steps of their windows, as a share of the movement
+    that the predicted variances imply: one share a row, averaged with more weight on newer windows.
 
     In η the derivative of E[x0] is Var(x0) (Tweedie's formula), so after a step w the prediction m'
     differs from m by V·Δ·(w - m'), if V is the variance. The share is the least-squares fit, in
-    units of V, over all points of a window, including those after the first rejection, which the
+    units of V, over all points of a window, including points after the first rejection, which the
     target also scored. It depends only on earlier rounds, so drafts stay exact for any share.
     """
 
-    seen: Array  # [R], like ``implied`` 1 at first: what variances imply
-    implied: Array
+    seen: Array  # [R], the movement that was seen; 1 at first, as ``implied``
+    implied: Array  # [R], the movement that variances imply: the share is seen / implied
 
     def after(self, gain: Array, steps: Array, clean: Array, excess: Array) -> Response:
         """The response updated by a window: ``clean`` [R, W, C] predictions, ``excess``

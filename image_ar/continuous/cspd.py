@@ -2,7 +2,7 @@
 
 Source: CSpD (arXiv 2411.11925, section 3) and facts measured on its release. A small model drafts
 tokens with the same noise at every denoising step as the target will use ("aligned"), and the first
-iterations are the target's own. The target is computed once for a whole window, without seeing the
+iterations are the target's own. The target runs once for a whole window, without reading the
 window's drafts, and no position is discarded.
 
 A token's chain ends in a step whose Gaussian has a mean (the token itself, since no noise is added
@@ -59,8 +59,8 @@ class ChainEnd(NamedTuple):
     def log_density(self, x: Array, widen: float = 1.0) -> Array:
         """Log density [N] of ``x`` under the last step's Gaussian, up to a constant."""
         std = widen * self.std
-        found: Array = -(0.5 * ((x - self.mean) / std) ** 2 + np.log(std)).sum(-1)
-        return found
+        density: Array = -(0.5 * ((x - self.mean) / std) ** 2 + np.log(std)).sum(-1)
+        return density
 
 
 @dataclass
@@ -137,17 +137,17 @@ def resample(
     Proposals are drawn until every row has accepted one, and a row's last accepted one is taken.
     Rows without any are zero; the caller handles them.
     """
-    made = np.zeros_like(p.mean)
-    found = np.zeros(len(p.mean), dtype=bool)
+    tokens = np.zeros_like(p.mean)
+    accepted = np.zeros(len(p.mean), dtype=bool)
     for _ in range(PROPOSALS):
         y = p.mean + p.std * numbers.normal(*p.mean.shape)
         with np.errstate(over="ignore"):
-            taken = numbers.uniform(len(y)) < 1 - np.exp(rule.log_residual(y, p, q))
-        made[taken] = y[taken]
-        found |= taken
-        if found.all():
+            accepted_now = numbers.uniform(len(y)) < 1 - np.exp(rule.log_residual(y, p, q))
+        tokens[accepted_now] = y[accepted_now]
+        accepted |= accepted_now
+        if accepted.all():
             break
-    return made, found
+    return tokens, accepted
 
 
 def verify_tokens(
@@ -161,9 +161,9 @@ def verify_tokens(
     kept = accept(rule, drafted, p, q, numbers)
     if kept.all():
         return drafted, kept
-    made, found = resample(rule, p, q, numbers)
-    made[~found] = p.mean[~found]
-    return np.where(kept[:, None], drafted, made), kept
+    tokens, accepted = resample(rule, p, q, numbers)
+    tokens[~accepted] = p.mean[~accepted]
+    return np.where(kept[:, None], drafted, tokens), kept
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class DraftWindow:
 
 
 class CSpDModel:
-    """One of the two models with its head: makes tokens of given noise, with their chains' ends."""
+    """One of the two models with its head: turns noise into tokens and the ends of their chains."""
 
     def __init__(
         self, model: MAR, labels: Tensor | None, batch: int, settings: MARSettings
@@ -206,8 +206,9 @@ class CSpDModel:
 
 @dataclass
 class CSpDBatch:
-    """Two models and what they draw: ``orders`` [B, L], ``noise`` [B, L, S + 1, C] of every
-    position, which both models' chains use, and the numbers of each picture's acceptance.
+    """Two models and the inputs of their pictures: ``orders`` [B, L], ``noise`` [B, L, S + 1, C] of
+    every position, which the chains of both models use, and the random numbers of each picture's
+    acceptance.
     """
 
     target: CSpDModel
@@ -218,7 +219,7 @@ class CSpDBatch:
 
 
 class Made(NamedTuple):
-    """``tokens`` [B, n, C] at positions ``where`` [B, n], and how their chains ``ends`` [B · n]."""
+    """``tokens`` [B, n, C] at positions ``where`` [B, n], and their chains' ``ends`` [B · n]."""
 
     where: Tensor
     tokens: Tensor
@@ -226,7 +227,7 @@ class Made(NamedTuple):
 
 
 class CSpDRun:
-    """Tokens [B, L, C] so far, by position how the chains of drafts ended [3, B, L, C], and the
+    """The tokens so far [B, L, C], the ends of the drafts' chains by position [3, B, L, C], and the
     counts of the run.
     """
 
@@ -234,9 +235,8 @@ class CSpDRun:
         self.batch = batch
         self.orders = batch.orders
         self.pictures = torch.arange(len(batch.orders), device=batch.orders.device)[:, None]
-        self.tokens = torch.zeros(
-            *batch.orders.shape, batch.noise.shape[-1], device=batch.orders.device
-        )
+        shape = *batch.orders.shape, batch.noise.shape[-1]
+        self.tokens = torch.zeros(shape, dtype=torch.float32, device=batch.orders.device)
         self.ends = np.zeros((3, *self.tokens.shape))
         self.clock = Clock()
         self.stats = ChainStats()
@@ -252,39 +252,39 @@ class CSpDRun:
         stats.verify_seconds = self.clock.seconds["verify"]
         return MARProgress(self.tokens, self.orders.shape[1], stats)
 
-    def make(self, model: CSpDModel, part: Iteration) -> None:
-        """Compute ``part`` of every picture by ``model``, and write its tokens."""
-        where, tokens, ends = self.compute(model, part)
+    def make(self, model: CSpDModel, iteration: Iteration) -> None:
+        """Draw ``iteration`` of every picture with ``model``, and store its tokens."""
+        where, tokens, ends = self.compute(model, iteration)
         self.tokens[self.pictures, where] = tokens
         self.ends[:, self.pictures.cpu().numpy(), where.cpu().numpy()] = np.stack(ends).reshape(
             3, *tokens.shape
         )
 
-    def verify(self, rule: ReleaseRule, part: Iteration) -> None:
-        """Compare the drafts of ``part`` with the target's own tokens, as if nothing were drafted
-        in it, and replace those that are rejected.
+    def verify(self, rule: ReleaseRule, iteration: Iteration) -> None:
+        """Compare the drafts of ``iteration`` with tokens that the target draws without reading
+        them, and replace rejected drafts.
         """
-        where, _, ends = self.compute(self.batch.target, part)
+        where, _, ends = self.compute(self.batch.target, iteration)
         for b, (places, numbers) in enumerate(zip(where, self.batch.numbers, strict=True)):
-            own = slice(b * len(places), (b + 1) * len(places))
+            window_rows = slice(b * len(places), (b + 1) * len(places))
             drafted = self.tokens[b, places].double().cpu().numpy()
-            p = ChainEnd(*(x[own] for x in ends))
+            p = ChainEnd(*(x[window_rows] for x in ends))
             q = ChainEnd(*self.ends[:, b, places.cpu().numpy()])
-            made, kept = verify_tokens(rule, drafted, p, q, numbers)
-            self.tokens[b, places] = torch.from_numpy(made).to(self.tokens)
+            tokens, kept = verify_tokens(rule, drafted, p, q, numbers)
+            self.tokens[b, places] = torch.from_numpy(tokens).to(self.tokens)
             self.stats.drafted += len(kept)
             self.stats.accepted += int(kept.sum())
 
-    def compute(self, model: CSpDModel, part: Iteration) -> Made:
-        """One pass of ``model``: ``part`` of every picture given the tokens before it."""
-        own = model is self.batch.target
-        with self.clock("verify" if own else "draft"):
-            where = self.orders[:, part.first : part.last].sort().values
-            known = self.orders[:, part.last :]
+    def compute(self, model: CSpDModel, iteration: Iteration) -> Made:
+        """One pass of ``model``: ``iteration`` of every picture given the tokens before it."""
+        is_target = model is self.batch.target
+        with self.clock("verify" if is_target else "draft"):
+            where = self.orders[:, iteration.first : iteration.last].sort().values
+            known = self.orders[:, iteration.last :]
             z = head_conditions(model.model, self.tokens, known, model.classes, where)
             noise = self.batch.noise[self.pictures, where].flatten(0, 1).transpose(0, 1)
-            tokens, ends = model.chains(z, part.scale, noise)
-        if own:
+            tokens, ends = model.chains(z, iteration.scale, noise)
+        if is_target:
             self.stats.rounds += len(where)
             self.stats.head_calls += len(model.steps.keep) * where.numel()
         return Made(where, tokens.view(*where.shape, -1), ends)
@@ -294,21 +294,21 @@ class CSpDRun:
 def decode_release(
     batch: CSpDBatch, rule: ReleaseRule, window: DraftWindow
 ) -> Iterator[MARProgress]:
-    """Make the pictures of ``batch`` as CSpD's release does, yielding after each iteration. Drafts
-    that are not yet verified do not count as tokens.
+    """Draw the pictures of ``batch`` as CSpD's release does, yielding after each iteration.
+    Unverified drafts do not count as tokens.
     """
     run = CSpDRun(batch)
     length = begun = batch.orders.shape[1]
     settings = batch.target.settings
-    parts = settings.iterations(length)
-    for k, part in enumerate(parts):
-        own = k <= window.prefill * settings.num_iter
-        run.make(batch.target if own else batch.draft, part)
-        if own:
-            begun = part.first
-        elif k % window.size == 0 or k == len(parts) - 1:
-            run.verify(rule, Iteration(part.first, begun, part.scale))
-            begun = part.first
-        drafted = run.orders[:, part.first : begun, None].expand(-1, -1, run.tokens.shape[-1])
+    iterations = settings.iterations(length)
+    for k, iteration in enumerate(iterations):
+        prefilling = k <= window.prefill * settings.num_iter
+        run.make(batch.target if prefilling else batch.draft, iteration)
+        if prefilling:
+            begun = iteration.first
+        elif k % window.size == 0 or k == len(iterations) - 1:
+            run.verify(rule, Iteration(iteration.first, begun, iteration.scale))
+            begun = iteration.first
+        drafted = run.orders[:, iteration.first : begun, None].expand(-1, -1, run.tokens.shape[-1])
         yield MARProgress(run.tokens.scatter(1, drafted, 0.0), length - begun)
     yield run.finish()

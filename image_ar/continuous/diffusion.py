@@ -46,16 +46,17 @@ def spaced_timesteps(spec: str, steps: int = BASE_STEPS) -> list[int]:
     if spec.startswith("ddim"):
         return _even(int(count), steps)
     sections = [int(part) for part in count.split(",")]
-    kept: list[int] = []
+    timesteps: list[int] = []
     first = 0
-    for i, wanted in enumerate(sections):
+    for i, chosen in enumerate(sections):
         size = steps // len(sections) + (i < steps % len(sections))
-        kept += [first + offset for offset in _strided(wanted, size)]
+        timesteps += [first + offset for offset in _strided(chosen, size)]
         first += size
-    return sorted(set(kept))
+    return sorted(set(timesteps))
 
 
 def _even(wanted: int, steps: int) -> list[int]:
+    """``wanted`` of ``steps`` timesteps with an integer stride, for "ddim" specs."""
     strides = {len(range(0, steps, stride)): stride for stride in range(steps, 0, -1)}
     if wanted in strides:
         return list(range(0, steps, strides[wanted]))
@@ -67,6 +68,7 @@ def _even(wanted: int, steps: int) -> list[int]:
 
 
 def _strided(wanted: int, size: int) -> list[int]:
+    """``wanted`` offsets below ``size`` with a fractional stride, both ends included."""
     if wanted > size:
         raise ValueError(f"head steps must be at most {size} in each section, got {wanted}")
     stride = 1.0 if wanted == 1 else (size - 1) / (wanted - 1)
@@ -88,8 +90,8 @@ class NoiseSchedule:
     @classmethod
     def of(cls, spec: str = "100") -> NoiseSchedule:
         """The cosine schedule respaced by ``spec`` (``spaced_timesteps``)."""
-        kept = torch.tensor(spaced_timesteps(spec))
-        return cls(kept, (1 - cosine_betas()).cumprod(0)[kept])
+        timesteps = torch.tensor(spaced_timesteps(spec))
+        return cls(timesteps, (1 - cosine_betas()).cumprod(0)[timesteps])
 
     def __len__(self) -> int:
         return len(self.timestep_map)

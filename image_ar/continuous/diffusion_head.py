@@ -34,7 +34,8 @@ GPU_LIMIT = 2**27  # on a GPU, which reads them faster than it makes them
 def sinusoid(t: Tensor, width: int = FREQUENCIES) -> Tensor:
     """Cosines, then sines, of original timesteps ``t`` [N] (0 … 999): [N, width] float32."""
     half = width // 2
-    rates = torch.exp(-math.log(PERIOD) * torch.arange(half, device=t.device) / half)
+    places = torch.arange(half, device=t.device, dtype=torch.float32)
+    rates = torch.exp(-math.log(PERIOD) * places / half)
     angles = t[:, None].float() * rates
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
@@ -104,8 +105,8 @@ class SimpleMLPAdaLN(nn.Module):
 
     def _modulators(self) -> list[nn.Linear]:
         blocks = cast(Iterable[HeadBlock], self.res_blocks)
-        made = [_linear(block.adaLN_modulation, 1) for block in blocks]
-        return [*made, _linear(self.final_layer.adaLN_modulation, 1)]
+        modulators = [_linear(block.adaLN_modulation, 1) for block in blocks]
+        return [*modulators, _linear(self.final_layer.adaLN_modulation, 1)]
 
     def forward(self, x: Tensor, t: Tensor, z: Tensor) -> Tensor:
         """Predict for tokens ``x`` [N, C] at original timesteps ``t`` [N] under ``z`` [N, Z]."""
@@ -129,8 +130,8 @@ FORWARDS = {
 
 
 def check_plain(net: SimpleMLPAdaLN) -> None:
-    """Raise ``ValueError`` for adapters, hooks and forwards of others in ``net``, whose chains
-    multiply by the weights of its layers and would pass over them.
+    """Raise ``ValueError`` for adapters, hooks and replaced forwards in ``net``: its chains
+    multiply by the layers' weights directly and would skip them.
     """
     for name, module in net.named_modules():
         if name.partition(".")[0] == "cond_embed":  # it is called
@@ -138,9 +139,8 @@ def check_plain(net: SimpleMLPAdaLN) -> None:
         hooks = module._forward_hooks or module._forward_pre_hooks
         if hooks or "forward" in vars(module) or type(module).forward not in FORWARDS:
             raise ValueError(
-                "the denoising head's layers must do nothing but multiply by their weights, got a "
-                f"hook, an adapter or another forward at {name or 'the head'}: merge it into the "
-                "weights, or remove it"
+                "the denoising head must have plain layers, got a hook, an adapter or a replaced "
+                f"forward at {name or 'the head'}: merge it into the weights, or remove it"
             )
 
 
@@ -154,7 +154,7 @@ class DiffLoss(nn.Module):
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The weights of a prediction, outside of their modules.
+    """The head's weights as plain tensors, outside their modules.
 
     At one token a call, looking them up costs as much as the arithmetic.
     """
@@ -200,15 +200,15 @@ class HeadWeights:
 
 
 def _linear_of(x: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The function that multiplies by a layer's weights. In a CPU program, for a single row, a
-    library call would take longer than the product itself.
+    """The function that applies a linear layer to ``x``. In a CPU program, for one row, calling a
+    library would take longer than the product itself.
     """
-    one = torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
-    return _one_row if one else F.linear
+    single = torch.compiler.is_compiling() and x.device.type == "cpu" and x.numel() == x.shape[-1]
+    return _one_row if single else F.linear
 
 
 def _one_row(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """``F.linear`` as a sum, which becomes part of the program."""
+    """``F.linear`` written as a sum, which the compiler can fuse into the program."""
     return (x.unsqueeze(-2) * weight).sum(-1) + bias
 
 
@@ -266,23 +266,23 @@ class BoundHead:
 
     def at(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Guided noise and variance (eps, v) [R, C] of ``x`` [R, C] at step ``k``, float32."""
-        made = self._modulate(self.head.times[k]) if self.table is None else self.table[k]
-        return self._predict(x, made)
+        modulations = self._modulate(self.head.times[k]) if self.table is None else self.table[k]
+        return self._predict(x, modulations)
 
     def window(self, rows: list[int], first: list[int], x: Tensor) -> tuple[Tensor, Tensor]:
-        """(eps, v) [N, W, C] of ``x`` [N, W, C] for some ``rows``, row rows[n] from step first[n]
-        on (at most S-1).
+        """(eps, v) [N, W, C] of ``x`` [N, W, C] for N of the rows: row rows[n] at W steps from step
+        first[n] on (steps beyond S-1 count as S-1).
         """
         width = x.shape[1]
         last = len(self.head.times) - 1
         if self.table is not None and len(rows) == 1 and first[0] + width <= last + 1:
-            own = self.table[first[0] : first[0] + width, rows[0]]
-            return self._predict(x, own[None])
+            modulations = self.table[first[0] : first[0] + width, rows[0]]
+            return self._predict(x, modulations[None])
         starts = torch.tensor(first, device=x.device)[:, None]
         steps = (starts + torch.arange(width, device=x.device)).clamp_(max=last)
         if self.table is not None:
-            there = torch.tensor(rows, device=x.device)[:, None]
-            return self._predict(x, self.table[steps, there])
+            row_index = torch.tensor(rows, device=x.device)[:, None]
+            return self._predict(x, self.table[steps, row_index])
         inner = F.silu(self.head.times[steps][:, :, None] + self.cond[rows][:, None])
         return self._predict(x, F.linear(inner, self.head.weight, self.head.bias))
 
@@ -297,18 +297,18 @@ class BoundHead:
 def guided(
     weights: HeadWeights, x: Tensor, modulations: Tensor, scale: float | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Noise, guided by ``scale`` where G = 2, and variance (eps, v) [..., C] of ``x`` [..., C]
-    under ``modulations`` [..., G, F], float32.
+    """Predicted noise and variance (eps, v) [..., C] of ``x`` [..., C] under ``modulations`` [...,
+    G, F], float32; the noise is guided by ``scale`` if G = 2.
     """
     channels = x.shape[-1]
     x = x.to(weights.first[0].dtype)
     if modulations.shape[-2] == 2:
-        own, other = weights.predict(x.unsqueeze(-2), modulations).float().unbind(-2)
-        eps, v = own.chunk(2, dim=-1)
-        return torch.lerp(other[..., :channels], eps, scale), v
+        with_class, without = weights.predict(x.unsqueeze(-2), modulations).float().unbind(-2)
+        eps, v = with_class.chunk(2, dim=-1)
+        return torch.lerp(without[..., :channels], eps, scale), v
     # products take two dimensions directly, and fold others at every call
-    made = weights.predict(x.flatten(0, -2), modulations.flatten(0, -2)).float()
-    eps, v = made.view(*x.shape[:-1], -1).chunk(2, dim=-1)
+    predicted = weights.predict(x.flatten(0, -2), modulations.flatten(0, -2)).float()
+    eps, v = predicted.view(*x.shape[:-1], -1).chunk(2, dim=-1)
     return eps, v
 
 
@@ -322,8 +322,8 @@ def ancestral(
     """Tokens [R, C] by DDPM from ``noise`` [S + 1, R, C]: the start, then one for each step.
 
     The last step uses none. ``temperature`` multiplies the standard deviation of every step.
-    ``trace`` is filled with the steps' log standard deviations [R, C] at temperature 1, the last
-    step's among them.
+    ``trace`` receives the log standard deviations [R, C] of all steps at temperature 1, including
+    the last.
     """
     x = noise[0]
     last = len(steps.keep) - 1

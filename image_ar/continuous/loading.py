@@ -1,10 +1,10 @@
 """Reads and writes MAR and KL files, and checks which models may be used together.
 
-``checkpoint-last.pth`` holds the averaged weights under ``model_ema`` (which are loaded) beside the
-trained ones and the command line's arguments; ``kl16.ckpt`` holds its weights under ``model``. Both
-are read without running code. A small model is stored in ``small/`` beside the target, with its
-autoencoder's fingerprint in ``pair.json``: another autoencoder's latents have the same shapes but a
-different meaning.
+``checkpoint-last.pth`` holds the averaged weights under ``model_ema``, which are loaded, and also
+the raw weights and the command line's arguments; ``kl16.ckpt`` holds its weights under ``model``.
+Both are read without running code. A small model is stored in ``small/`` beside the target, with
+its autoencoder's fingerprint in ``pair.json``: another autoencoder's latents have the same shapes
+but a different meaning.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def load_kl(
     path: str | Path, config: KLConfig | None = None, *, dtype: torch.dtype = torch.float32
 ) -> AutoencoderKL:
     """The autoencoder in ``path``, in evaluation mode; sizes and errors as ``load_mar``."""
-    given = (path, AutoencoderKL, KLConfig, infer_kl_config, config)
-    return load_module(*given, leftovers=KL_LEFTOVERS, dtype=dtype)
+    common = (path, AutoencoderKL, KLConfig, infer_kl_config, config)
+    return load_module(*common, leftovers=KL_LEFTOVERS, dtype=dtype)
 
 
 def kl_fingerprint(model: AutoencoderKL) -> str:
@@ -85,17 +85,17 @@ def infer_mar_config(
     sizes: dict[str, int] = {}
     for side in ("encoder", "decoder"):
         dim = shape_of(state, f"{side}_norm.weight", source)[0]
-        known = (
+        published = (
             p[f"{side}_num_heads"] for p in PUBLISHED.values() if p[f"{side}_embed_dim"] == dim
         )
-        found = heads or next(known, None)
-        if found is None:
+        head_count = heads or next(published, None)
+        if head_count is None:
             raise ValueError(
-                f"heads must be given: {source} does not tell, "
-                "pass it or put a config.json beside it"
+                f"heads must be given, because {source} does not contain it; pass heads, or put a "
+                "config.json beside the file"
             )
         depth = count(state, rf"{side}_blocks\.(\d+)\.")
-        sizes |= {f"{side}_embed_dim": dim, f"{side}_depth": depth, f"{side}_num_heads": found}
+        sizes |= {f"{side}_embed_dim": dim, f"{side}_depth": depth, f"{side}_num_heads": head_count}
     length = shape_of(state, "diffusion_pos_embed_learned", source)[1]
     inner = shape_of(state, "encoder_blocks.0.mlp.fc1.weight", source)[0]
     config = MARConfig(
@@ -124,22 +124,22 @@ def infer_kl_config(state: Mapping[str, Tensor], source: str | Path = "") -> KLC
 
 
 def check_models(target: MAR, small: MAR) -> None:
-    """Raise ``ValueError`` when ``small`` makes other tokens than ``target``."""
-    said = "drafter's {name} must be the target's {ours}, got {theirs}"
-    check_shared(said, SHARED, target.config, small.config)
+    """Raise ``ValueError`` if ``small`` does not draw tokens of the same form as ``target``."""
+    message = "drafter's {name} must be the target's {ours}, got {theirs}"
+    check_shared(message, SHARED, target.config, small.config)
 
 
 def check_vae(target: MAR, vae: AutoencoderKL) -> None:
-    """Raise ``ValueError`` when ``vae`` does not decode what ``target`` makes."""
-    said = "autoencoder's {name} must be the transformer's {ours}, got {theirs}"
-    check_shared(said, DECODED, target.config, vae.config)
+    """Raise ``ValueError`` if ``vae`` cannot decode the tokens of ``target``."""
+    message = "autoencoder's {name} must be the transformer's {ours}, got {theirs}"
+    check_shared(message, DECODED, target.config, vae.config)
 
 
 def check_same_vae(vae: AutoencoderKL, found: str, source: Path) -> None:
-    """Raise ``ValueError`` when a drafter's autoencoder of fingerprint ``found`` is not ``vae``."""
-    wanted = kl_fingerprint(vae)
-    if found != wanted:
-        raise ValueError(f"drafter's VAE must be the target's {wanted}, got {found} for {source}")
+    """Raise ``ValueError`` unless ``vae`` has the fingerprint ``found`` beside a drafter."""
+    expected = kl_fingerprint(vae)
+    if found != expected:
+        raise ValueError(f"drafter's VAE must be the target's {expected}, got {found} for {source}")
 
 
 def load_small_mar(
@@ -149,15 +149,15 @@ def load_small_mar(
 
     Raises ``ValueError`` when it was trained for another autoencoder than ``vae``.
     """
-    place = folder / ("transformer" if whole else "small")
-    if not place.is_dir():
+    small = folder / ("transformer" if whole else "small")
+    if not small.is_dir():
         return None
     if whole:
-        found = kl_fingerprint(load_kl(folder / "vae"))
+        digest = kl_fingerprint(load_kl(folder / "vae"))
     else:
-        found = str(read_json(place / PAIR).get("vae"))
-    check_same_vae(vae, found, folder)
-    return load_mar(place, dtype=dtype)
+        digest = str(read_json(small / PAIR).get("vae"))
+    check_same_vae(vae, digest, folder)
+    return load_mar(small, dtype=dtype)
 
 
 def pair_with(vae: AutoencoderKL, folder: Path) -> None:

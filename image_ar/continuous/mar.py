@@ -78,8 +78,8 @@ def _published(
     dim: int, depth: int, heads: int, head_width: int, head_depth: int
 ) -> dict[str, int]:
     sizes = {"embed_dim": dim, "depth": depth, "num_heads": heads}
-    both = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
-    return both | {"diffloss_w": head_width, "diffloss_d": head_depth}
+    per_side = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in sizes.items()}
+    return per_side | {"diffloss_w": head_width, "diffloss_d": head_depth}
 
 
 PUBLISHED = {
@@ -139,7 +139,7 @@ class MARBlock(nn.Module):
 
 
 class MAR(nn.Module):
-    """An encoder of known tokens, a decoder of all positions, a diffusion head for the wanted."""
+    """An encoder of the known tokens, a decoder of all positions, and a diffusion head."""
 
     step_rows = 64  # see specmm.choose.threads
 
@@ -211,8 +211,8 @@ class MAR(nn.Module):
     def encode(self, tokens: Tensor, known: Tensor, condition: Tensor) -> Tensor:
         """Encoder states [R, P + K, D] of the buffer and the known tokens; see ``forward``."""
         buffer = self.config.buffer_size
-        seen = self.z_proj(pick(tokens, known).to(self.dtype))
-        x = torch.cat([condition[:, None].expand(-1, buffer, -1), seen], dim=1)
+        embedded = self.z_proj(pick(tokens, known).to(self.dtype))
+        x = torch.cat([condition[:, None].expand(-1, buffer, -1), embedded], dim=1)
         x = self.z_proj_ln(x + self._positions(self.encoder_pos_embed_learned, known))
         for block in self.encoder_blocks:
             x = block(x)

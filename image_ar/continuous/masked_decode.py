@@ -36,10 +36,11 @@ from specmm.loading.hardware import attention_of_any_length
 
 @dataclass
 class ChainStats(Stats):
-    """Counts of a run of continuous tokens; ``rounds`` are passes of the target's transformer.
+    """Statistics of a run that draws continuous tokens; ``rounds`` are passes of the target's
+    transformer.
 
-    ``head_calls`` sums, over tokens, the target's head calls a token waited for; ``drafted`` and
-    ``accepted`` count tokens in variants that draft whole tokens.
+    ``head_calls``: the sequential calls of the target's head before a token was ready, summed over
+    tokens. ``drafted`` and ``accepted`` count tokens in methods that draft whole tokens.
     """
 
     head_calls: int = 0
@@ -59,8 +60,8 @@ class ChainStats(Stats):
 
     def as_dict(self) -> dict[str, object]:
         """Statistics for reports, as JSON."""
-        own = {"head_calls_per_token": self.head_calls_per_token, "acceptance": self.acceptance}
-        return super().as_dict() | own
+        more = {"head_calls_per_token": self.head_calls_per_token, "acceptance": self.acceptance}
+        return super().as_dict() | more
 
     def add(self, other: Stats) -> None:
         """Add another run's counts."""
@@ -75,8 +76,8 @@ class MARSampler(Protocol):
     head: ChainHead
 
     def sample(self, condition: HeadCondition, rows: list[int]) -> tuple[Tensor, int]:
-        """``rows[b]`` tokens of each picture b [R, C] under ``condition``, and the sum of the head
-        calls each waited for.
+        """``rows[b]`` tokens of each picture b [R, C] under ``condition``, and the sum over tokens
+        of the head calls before each was ready.
         """
 
 
@@ -142,8 +143,8 @@ class Deterministic(PlainSampler):
 
 
 class HeadCalls(NamedTuple):
-    """Event for watchers after an iteration: the ``places`` [B, n] it filled, the sum of the head
-    ``calls`` that their tokens waited for, and the ``steps`` of a token's chain.
+    """Event for watchers after an iteration: the ``places`` [B, n] that it filled, the sum of the
+    head ``calls`` of their tokens, and the number of ``steps`` of a token's chain.
     """
 
     places: Tensor
@@ -153,7 +154,7 @@ class HeadCalls(NamedTuple):
 
 @dataclass
 class MARProgress:
-    """The state after an iteration: ``tokens`` [B, L, C], of which ``count`` a picture are made."""
+    """The state after an iteration: ``tokens`` [B, L, C], ``count`` of each picture drawn."""
 
     state: ClassVar[tuple[str, ...]] = ("tokens",)
     tokens: Tensor
@@ -181,19 +182,20 @@ def decode_mar(
     stats = ChainStats()
     batch, length = orders.shape
     classes = class_conditions(model, labels, batch, settings.cfg)
-    tokens = torch.zeros(batch, length, model.config.token_dim, device=orders.device)
+    shape = batch, length, model.config.token_dim
+    tokens = torch.zeros(shape, dtype=torch.float32, device=orders.device)
     conditions = conditions or partial(head_conditions, model)
     progress = MARProgress(tokens, 0)
-    for part in settings.iterations(length):
-        wanted = orders[:, part.first : part.last].sort(-1).values
-        known = orders[:, part.last :]
+    for step in settings.iterations(length):
+        places = orders[:, step.first : step.last].sort(-1).values
+        known = orders[:, step.last :]
         with clock("verify"):
-            z = conditions(tokens, known, classes, wanted)
+            z = conditions(tokens, known, classes, places)
         with clock("head"):
-            made, calls = sampler.sample(HeadCondition(z, part.scale), [wanted.shape[1]] * batch)
-        write_tokens(tokens, wanted, made)
-        progress.count += wanted.shape[1]
-        tell(HeadCalls(wanted, calls, len(sampler.head.times)))
+            drawn, calls = sampler.sample(HeadCondition(z, step.scale), [places.shape[1]] * batch)
+        write_tokens(tokens, places, drawn)
+        progress.count += places.shape[1]
+        tell(HeadCalls(places, calls, len(sampler.head.times)))
         stats.head_calls += calls
         stats.rounds += batch
         stats.batch_rounds += 1
@@ -208,9 +210,9 @@ def decode_mar(
 
 
 def class_conditions(model: MAR, labels: Tensor | None, batch: int, cfg: float) -> Tensor:
-    """Conditions [G · B, D] of the rows: the pictures' own, then "no class" under guidance."""
-    own = model.embed_classes(labels, batch)
-    return own if cfg == 1.0 else torch.cat([own, model.embed_classes(None, batch)])
+    """Conditions [G · B, D]: the pictures' classes, then (under guidance) B times "no class"."""
+    with_class = model.embed_classes(labels, batch)
+    return with_class if cfg == 1.0 else torch.cat([with_class, model.embed_classes(None, batch)])
 
 
 def head_conditions(

@@ -1,7 +1,7 @@
-"""How a picture is made: its options, the order of its tokens, and its random numbers.
+"""Options of MAR's sampling, the order of a picture's tokens, and its random numbers.
 
 Source: MAR (arXiv 2406.11838, sections 3.4-3.5 and the release's cosine schedule). Shape letters: B
-pictures, L tokens, n iterations. An order is run from its end: its last entries are made first.
+pictures, L tokens, n iterations. An order is read from its end: the last entries are drawn first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GPU_BLOCK = 131_072  # drawing more at a time costs no more there
 
 @dataclass(frozen=True)
 class MARSettings:
-    """Options of sampling; those that are recommended are in ``settings.json`` beside a model.
+    """Options of sampling; ``settings.json`` beside a model holds the recommended values.
 
     Iterations, head steps (``NoiseSchedule.of``), guidance, temperature of the head and its solver;
     ``classes`` are names by id. Raises ``ValueError`` for options out of range.
@@ -54,11 +54,12 @@ class MARSettings:
             )
 
     def spaced(self, steps: str | int | None) -> str | int | None:
-        """``steps``; if a number, that many steps in the spacing of these settings.
+        """``steps`` as a spec for ``NoiseSchedule.of``: a number becomes that many steps in the
+        spacing of these settings.
 
         A plain "100" begins at the noisiest of all 1000 timesteps, where the head's prediction is
-        divided by √ᾱ = 1/20,000; "ddim100" leaves that timestep out. A head that suits only one
-        spacing draws noise with the other.
+        divided by √ᾱ = 1/20,000; "ddim100" leaves that timestep out. A head trained for one spacing
+        draws only noise with the other.
         """
         ddim = self.head_steps.startswith("ddim") and isinstance(steps, int)
         return f"ddim{steps}" if ddim else steps
@@ -66,26 +67,26 @@ class MARSettings:
     @property
     def claimed(self) -> dict[str, object]:
         """The options that shape the distribution, for certificates: DDIM has no temperature."""
-        own = "temperature" if self.solver == "ddpm" else "solver"
+        option = "temperature" if self.solver == "ddpm" else "solver"
         guided = ["cfg_schedule"] if self.cfg != 1 else []
-        names = ["num_iter", "head_steps", own, "cfg", *guided]
+        names = ["num_iter", "head_steps", option, "cfg", *guided]
         return {name: getattr(self, name) for name in names}
 
     def iterations(self, length: int) -> list[Iteration]:
-        """The iterations that make any of the L = ``length`` tokens of a picture, from part (…, L)
-        of the orders down to (0, …).
+        """The iterations that draw the L = ``length`` tokens of a picture, from part (…, L) of the
+        orders down to (0, …).
 
         The guidance scale rises from 1 to nearly ``cfg`` as tokens become known (``linear``), or is
         ``cfg`` throughout (``constant``).
         """
-        left = mask_lengths(length, self.num_iter)
-        made = []
-        for (last, first), unknown in zip(pairwise([length, *left[:-1], 0]), left, strict=True):
+        masked = mask_lengths(length, self.num_iter)
+        groups = []
+        for (last, first), unknown in zip(pairwise([length, *masked[:-1], 0]), masked, strict=True):
             rising = 1 + (self.cfg - 1) * (length - unknown) / length
             if first < last:
                 scale = self.cfg if self.cfg_schedule == "constant" else rising
-                made.append(Iteration(first, last, scale))
-        return made
+                groups.append(Iteration(first, last, scale))
+        return groups
 
 
 def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:
@@ -96,15 +97,16 @@ def random_orders(generators: Sequence[torch.Generator], length: int) -> Tensor:
 def mask_lengths(length: int, iterations: int) -> list[int]:
     """Number of tokens still unknown after each of n iterations, by MAR's cosine schedule.
 
-    Every iteration draws at least one token and leaves at least one for the last, which draws all
-    that remain. With more iterations than tokens the number stays at 1: further ones draw nothing.
+    Every iteration draws at least one token and leaves at least one for the last iteration, which
+    draws all that remain. With more iterations than tokens the number stays at 1, and the
+    iterations in between draw nothing.
     """
     lengths = []
-    left = length
+    masked = length
     for k in range(iterations):
-        wanted = math.floor(length * math.cos(math.pi / 2 * (k + 1) / iterations))
-        left = max(1, min(left - 1, wanted))
-        lengths.append(left)
+        cosine = math.floor(length * math.cos(math.pi / 2 * (k + 1) / iterations))
+        masked = max(1, min(masked - 1, cosine))
+        lengths.append(masked)
     return lengths
 
 
@@ -125,10 +127,11 @@ class Stream(Protocol):
 
 
 class PictureStreams:
-    """A stream for each picture from its own generator, in the order in which it is used.
+    """A stream of random numbers for each picture, drawn from its own generator in the order of
+    use.
 
-    Pictures of a batch use different amounts, since their chains are accepted at different lengths;
-    so a picture does not depend on the batch it is drawn in.
+    Pictures of a batch use different amounts, because their accepted lengths differ. With its own
+    stream a picture does not depend on its batch.
     """
 
     def __init__(
@@ -153,9 +156,7 @@ class PictureStreams:
         self._used[b] += count
 
     def draw_ahead(self, b: int, count: int = 0) -> None:
-        """Draw picture b's next block, of ``count`` numbers at least, as ``draw`` does where it
-        lacks some.
-        """
+        """Draw picture b's next block of at least ``count`` numbers, as ``draw`` would."""
         generator = self.generators[b]
         block = GPU_BLOCK if generator.device.type == "cuda" else BLOCK
         fresh = self.fill(max(block, count), generator)
@@ -164,6 +165,7 @@ class PictureStreams:
         self._held[b] = len(self._blocks[b])
 
     def _take(self, b: int, count: int) -> Tensor:
+        """The next ``count`` numbers of picture ``b``."""
         if self._held[b] - self._used[b] < count:
             self.draw_ahead(b, count)
         first = self._used[b]
@@ -174,12 +176,16 @@ class PictureStreams:
 def normals(generators: Sequence[torch.Generator]) -> PictureStreams:
     """Standard normal numbers, float32."""
     return PictureStreams(
-        generators, lambda count, g: torch.randn(count, generator=g, device=g.device)
+        generators,
+        lambda count, g: torch.randn(count, generator=g, device=g.device, dtype=torch.float32),
     )
 
 
 def log_uniforms(generators: Sequence[torch.Generator]) -> PictureStreams:
     """Logarithms of uniforms in (0, 1], float32, to compare with ratios in the log domain."""
     return PictureStreams(
-        generators, lambda count, g: (1 - torch.rand(count, generator=g, device=g.device)).log_()
+        generators,
+        lambda count, g: (
+            1 - torch.rand(count, generator=g, device=g.device, dtype=torch.float32)
+        ).log_(),
     )

@@ -192,8 +192,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         """Draw ``num_images_per_prompt`` pictures of every class; ``tokens`` are [B, L, C].
 
         Tokens are in raster order. ``class_labels`` is another name of ``classes``, and
-        ``guidance_scale`` of ``cfg``. Options default to the model's settings; ``head_steps`` that
-        are a number are spaced as the settings' are, a string is ``NoiseSchedule.of``'s. ``seed``
+        ``guidance_scale`` of ``cfg``. Options default to the model's settings. ``head_steps`` as a
+        number is spaced as in the settings; a string is a spec for ``NoiseSchedule.of``. ``seed``
         or ``generator`` is one a picture, or the first one's: seeds of the others follow. A
         picture's numbers depend on its own seed only, not on the batch. ``elsewhere`` takes
         diffusers' arguments of other pipelines that change nothing here. Raises ``ValueError`` for
@@ -219,7 +219,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     def _steps(
         self, batch: Batch[methods.ContinuousMethod]
     ) -> tuple[Iterator[MARProgress], Certificate]:
-        """The loop that draws ``batch``, and its certificate."""
+        """The loop that draws ``batch``, and the run's certificate."""
         settings: MARSettings = batch.target
         quick: HeadPrograms | MARGraphs | None = None if batch.on is settings else batch.on
         orders = random_orders(batch.generators, self.transformer.config.seq_len)
@@ -247,8 +247,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         if quick is not None and isinstance(sampler, PlainSampler):
             sampler.run = quick.chains(sampler)
         conditions = None if quick is None else quick.conditions
-        given = (self.transformer, batch.of, orders, sampler, settings, conditions)
-        return decode_mar(*given), claim
+        parts = (self.transformer, batch.of, orders, sampler, settings, conditions)
+        return decode_mar(*parts), claim
 
     def _between_models(
         self, method: methods.CSpD, batch: Batch[methods.ContinuousMethod], orders: Tensor
@@ -288,7 +288,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     def quick(
         self, target: MARSettings, method: methods.ContinuousMethod, batch: int
     ) -> HeadPrograms | MARGraphs:
-        """Graphs on a GPU, else programs of heads."""
+        """CUDA graphs on a GPU, else compiled programs of the head."""
         head = self.head(target.head_steps)
         check(method, target, head, batch, self.transformer.config.seq_len)
         if not captures(head.device):
@@ -303,8 +303,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
         """The target's head with ``spec`` steps; raises ``ValueError`` as ``check_plain`` does."""
         net = self.transformer.head
         check_plain(net)
-        found = self.heads.setdefault(spec, Derived())
-        return found.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
+        derived = self.heads.setdefault(spec, Derived())
+        return derived.of(list(net.parameters()), lambda: ChainHead(net, NoiseSchedule.of(spec)))
 
     def options_of(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         steps = self.settings.spaced(sampling.get("head_steps"))
@@ -330,8 +330,8 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
             solver=solver,
         )
         if chosen.cfg != 1.0:
-            self.transformer.embed_classes(None, 1)
-        self.head(chosen.head_steps)
+            self.transformer.embed_classes(None, 1)  # raises for a model without guidance
+        self.head(chosen.head_steps)  # raises for wrong steps and for a changed head
         return chosen
 
     @torch.inference_mode()
@@ -344,7 +344,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
 
 
 def so_far(progress: MARProgress) -> SoFar:
-    """The tokens drawn so far, in new memory, 0 elsewhere."""
+    """A copy of the tokens drawn so far, 0 where none is drawn yet."""
     pictures, length = progress.tokens.shape[:2]
     return SoFar(progress.count, pictures * progress.count / length, progress.tokens.clone())
 

@@ -47,7 +47,8 @@ class HeadPrograms:
         """
         assert isinstance(sampler, Ancestral), "see check"
         steps = sampler.steps
-        table = torch.tensor([steps.keep, steps.noise, steps.mid, steps.half]).T.contiguous()
+        rows = steps.keep, steps.noise, steps.mid, steps.half
+        table = torch.tensor(rows, dtype=torch.float32).T.contiguous()
 
         def chains(bound: BoundHead, noise: Tensor) -> Tensor:
             if not _served(bound):
@@ -55,16 +56,16 @@ class HeadPrograms:
             scale = torch.as_tensor(bound.scale, dtype=torch.float32)
             noise = noise.clone(memory_format=torch.contiguous_format)
             noise[1:] *= sampler.temperature  # not of the start
-            made: Tensor = self.chain(bound.head.weights, bound.table, table, noise, scale)
-            return made
+            tokens: Tensor = self.chain(bound.head.weights, bound.table, table, noise, scale)
+            return tokens
 
         return chains
 
     def speculation(
         self, bound: BoundHead, tables: WindowTables, temperature: float, pictures: int
     ) -> ChainProgram | None:
-        """Compiled speculation for the tokens of ``bound``, if there is at most one for each of so
-        many ``pictures``; else None (uncompiled): windows of more tokens are bound by arithmetic.
+        """Compiled speculation for the tokens of ``bound``, if each of ``pictures`` pictures has at
+        most one; else None (uncompiled), because arithmetic limits larger windows.
         """
         if not _served(bound) or len(bound) > pictures:
             return None
@@ -93,13 +94,13 @@ def run_chain(
 
 
 def _served(bound: BoundHead) -> bool:
-    """Whether programs serve the tokens of ``bound``."""
+    """Whether programs run the tokens of ``bound`` faster than uncompiled code."""
     return bound.table is not None and len(bound) <= FEW
 
 
 class MARGraphs:
-    """Graphs of a ``model``, one for each number of tokens, valid until its weights move in memory.
-    They share memory: one runs at a time.
+    """CUDA graphs of a ``model``, one for each number of tokens, valid until its weights move in
+    memory. They share memory, so only one can run at a time.
 
     Rounds of speculation are not captured: on an H200 a captured round of MAR-L takes as long as
     five plain steps and saves three.
@@ -115,10 +116,10 @@ class MARGraphs:
 
     @property
     def spent(self) -> bool:
-        """Whether the weights have moved since the first graph was recorded, or there are too many
+        """Whether the graphs must be recorded again: the weights have moved, or there are too many
         graphs, or they hold too much memory.
         """
-        graphs = [graph for some in self.made.values() for graph in some.by_form.values()]
+        graphs = [graph for made in self.made.values() for graph in made.by_form.values()]
         moved = placed(self.model) != self.weights
         return moved or len(graphs) > MOST or sum(x.held for x in graphs) > MOST_BYTES
 
@@ -127,9 +128,9 @@ class MARGraphs:
             self.made[key] = Graphs(function, self.pool)
         return self.made[key]
 
-    def conditions(self, *given: Tensor) -> Tensor:
+    def conditions(self, *tensors: Tensor) -> Tensor:
         """As :func:`specmm.image_ar.continuous.masked_decode.head_conditions` of the model."""
-        return self._of("passes", lambda *x: (head_conditions(self.model, *x),))(*given)[0]
+        return self._of("passes", lambda *x: (head_conditions(self.model, *x),))(*tensors)[0]
 
     def chains(self, sampler: PlainSampler) -> Chains:
         """A function that runs the chains of ``sampler``."""
@@ -154,13 +155,13 @@ def check(
     batch: int,
     length: int,
 ) -> None:
-    """Raise ``ValueError`` if there are no programs for this on the ``head``'s device. On a CPU
+    """Raise ``ValueError`` if programs cannot run ``method`` on the ``head``'s device. On a CPU
     they must draw at least half of the ``length`` tokens of each of ``batch`` pictures.
     """
     if captures(head.device):
         if method.drafts:
             raise NotCompiled(
-                f"compiled=True of MAR needs, on a GPU, ar, which is faster there, got {method}"
+                f"compiled=True of MAR on a GPU needs ar, which is faster there, got {method}"
             )
         return
     if not method.static_shapes or settings.solver != "ddpm" or head.device.type != "cpu":
@@ -168,7 +169,7 @@ def check(
             "compiled=True of MAR needs a CPU, solver 'ddpm', and ar or an exact cspd, "
             f"got {head.device.type}, {settings.solver!r} and {method}"
         )
-    sizes = [part.last - part.first for part in settings.iterations(length)]
+    sizes = [iteration.last - iteration.first for iteration in settings.iterations(length)]
     branches = 1 if settings.cfg == 1.0 else 2
     most = 1 if method.drafts else FEW
     served = (
@@ -176,7 +177,7 @@ def check(
     )
     if 2 * sum(served) < sum(sizes):
         raise NotCompiled(
-            f"compiled=True of MAR needs iterations of at most {FEW} tokens in a batch, for cspd "
-            f"of one a picture, got up to {max(sizes)} in each of {batch} pictures: give a larger "
-            "num_iter or a smaller batch_size"
+            f"compiled=True of MAR needs iterations of at most {FEW} tokens a batch (with cspd 1 a "
+            f"picture), got up to {max(sizes)} in each of {batch} pictures: give a larger num_iter "
+            "or a smaller batch_size"
         )

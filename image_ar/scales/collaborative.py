@@ -1,9 +1,9 @@
 """CoDe, collaborative decoding: two VARs take turns on one feature map, without verification.
 
-Source: arXiv 2411.17787. The *large* model draws the coarse scales, few tokens that decide what the
-picture shows; the *small* one prefills them in one block-causal pass and draws the fine ones, most
-of the tokens. The output has neither model's distribution, so the certificate is ``heuristic``,
-unless one model draws everything.
+Source: arXiv 2411.17787. The *large* model draws the coarse scales: few tokens, which decide the
+picture's content. The *small* model prefills these in one block-causal pass and draws the fine
+scales: most of the tokens. The output has neither model's distribution, so the certificate is
+``heuristic``, unless one model draws everything.
 """
 
 from __future__ import annotations
@@ -90,19 +90,19 @@ def draw_picture(
     labels: Tensor,
     numbers: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All scales of ``labels`` [B] from uniforms ``numbers`` [B, L]: tokens, f_hat and ``ends``, as
-    of a ``FeatureMap``, which are yet to be checked.
+    """All scales of ``labels`` [B] from uniforms ``numbers`` [B, L]: the tokens, f_hat and ``ends``
+    of a ``FeatureMap``; the caller must check ``ends``.
 
     Scales have fixed sizes and nothing is decided on the host: it can be one graph of a GPU.
     """
-    made = FeatureMap(quantizer, len(labels), late=True)
-    sampler = InverseCDF(sampling, PredrawnUniforms(numbers), len(made.schedule))
-    deque(alternate(turns, made, labels, sampling, lambda _: sampler, Clock()), maxlen=0)
-    return made.tokens, made.f_hat, made.ends
+    feature_map = FeatureMap(quantizer, len(labels), late=True)
+    sampler = InverseCDF(sampling, PredrawnUniforms(numbers), len(feature_map.schedule))
+    deque(alternate(turns, feature_map, labels, sampling, lambda _: sampler, Clock()), maxlen=0)
+    return feature_map.tokens, feature_map.f_hat, feature_map.ends
 
 
 def certificate(turns: Sequence[Turn], target: str) -> Certificate:
-    """The claim of a run about the distribution of the model called ``target``."""
+    """The claim of a run of ``turns`` about the distribution of the model named ``target``."""
     scales = {turn.name: len(turn.scales) for turn in turns if turn.scales}
     if set(scales) == {target}:
         return Certificate("exact", "plain decoding of the target", 0.0)

@@ -40,8 +40,8 @@ def load_var(
     state = _read(path, VARConfig)
     if MASK in state:
         state[MASK] = state[MASK].nan_to_num(neginf=0.0)
-    given = (path, VAR, VARConfig, infer_var_config, config)
-    model = load_module(*given, state=state, leftovers=(), dtype=dtype)
+    common = (path, VAR, VARConfig, infer_var_config, config)
+    model = load_module(*common, state=state, leftovers=(), dtype=dtype)
     if not torch.equal(model.lvl_1L, model.config.schedule.levels):
         raise FileError(
             path,
@@ -60,15 +60,16 @@ def load_vqvae(
 ) -> VQVAE:
     """The image tokenizer in ``path``, in evaluation mode; sizes and errors as in ``load_var``.
 
-    Its weights do not contain the sides of the scales: without ``patch_nums`` or ``config.json``
-    ten scales are taken to be for 256 px (give ``PATCHES_512`` for 512 px: both share one file).
+    The weights do not contain the sides of the scales. Without ``patch_nums`` or ``config.json``,
+    ten scales are assumed to be those for 256 px (give ``PATCHES_512`` for 512 px, which uses the
+    same file).
     """
 
     def make(sizes: VQVAEConfig) -> VQVAE:
         return VQVAE(replace(sizes, patch_nums=patch_nums or sizes.patch_nums))
 
-    given = (path, make, VQVAEConfig, partial(infer_vqvae_config, patch_nums=patch_nums), config)
-    return load_module(*given, state=_read(path, VQVAEConfig), leftovers=(), dtype=dtype)
+    common = (path, make, VQVAEConfig, partial(infer_vqvae_config, patch_nums=patch_nums), config)
+    return load_module(*common, state=_read(path, VQVAEConfig), leftovers=(), dtype=dtype)
 
 
 def _read(path: str | Path, kind: type[VARConfig] | type[VQVAEConfig]) -> State:
@@ -95,8 +96,8 @@ def infer_var_config(state: Mapping[str, Tensor], source: str | Path = "") -> VA
     heads = width // PUBLISHED_HEAD_DIM if factors is None else factors.shape[1]
     if not heads:
         raise ValueError(
-            f"num_heads must be given: {source} does not tell, "
-            "pass a config or put config.json beside it"
+            f"num_heads must be given, because {source} does not contain it; pass a config, or "
+            "put a config.json beside the file"
         )
     return VARConfig(
         depth=count(state, r"blocks\.(\d+)\."),
@@ -125,27 +126,27 @@ def infer_vqvae_config(
             f"needs other sizes: patch_nums must be the sides of the {scales} scales in it, got "
             f"{patch_nums}",
         )
-    one = "quantize.quant_resi.qresi.weight" in state
+    shared = "quantize.quant_resi.qresi.weight" in state
     return VQVAEConfig(
         vocab_size=vocab_size,
         z_channels=width,
         patch_nums=tuple(sides),
-        share_quant_resi=1 if one else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)"),
+        share_quant_resi=1 if shared else count(state, r"quantize\.quant_resi\.qresi_ls\.(\d+)"),
         quant_conv_ks=shape_of(state, "quant_conv.weight", source)[-1],
         **stack_sizes(state, source),
     )
 
 
 def check_tokenizer(model: VAR, vqvae: VQVAE) -> None:
-    """Raise ``ValueError`` naming what ``model`` and its tokenizer do not share."""
-    said = "transformer and tokenizer must share {name}, got {ours} and {theirs}"
-    check_shared(said, {name: [name] for name in COMMON}, model.config, vqvae.config)
+    """Raise ``ValueError`` naming a size in which ``model`` and its tokenizer differ."""
+    message = "transformer and tokenizer must share {name}, got {ours} and {theirs}"
+    check_shared(message, {name: [name] for name in COMMON}, model.config, vqvae.config)
 
 
 def check_models(large: VAR, small: VAR) -> None:
-    """Raise ``ValueError`` naming what two models that are to draw one picture do not share."""
-    said = "the two models must share {name}, got {ours} (large) and {theirs} (small)"
-    check_shared(said, {name: [name] for name in SHARED_BY_MODELS}, large.config, small.config)
+    """Raise ``ValueError`` naming a size in which two models for one picture differ."""
+    message = "the two models must share {name}, got {ours} (large) and {theirs} (small)"
+    check_shared(message, {name: [name] for name in SHARED_BY_MODELS}, large.config, small.config)
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

@@ -27,9 +27,9 @@ Blocks: TypeAlias = Callable[..., Tensor]  # as VAR.run
 class FeatureMap:
     """The picture so far: ``tokens`` [B, L] of ``drawn`` scales, and ``f_hat`` [B, E, P, P].
 
-    f_hat is the sum of the scales' codes in VAR's algorithm 2. It depends on no model, so any model
-    with the same tokenizer can predict the next scale. ``ends`` are the least and largest logits
-    [K, 2] of predictions; if ``late``, the caller checks them after the last scale.
+    f_hat is the sum of the scales' codes in VAR's algorithm 2. It does not depend on the model, so
+    any model with the same tokenizer can predict the next scale. ``ends`` [K, 2] are the least and
+    largest logit of each scale; if ``late``, the caller checks them after the last scale.
     """
 
     state: ClassVar[tuple[str, ...]] = ("tokens", "f_hat", "ends", "_inputs")
@@ -82,9 +82,9 @@ class FeatureMap:
 class Session:
     """``model`` predicting pictures of ``labels`` [B] up to scale ``last``.
 
-    Holds all state (the class condition, computed once, and the KV cache), the model none: an
-    interrupted run leaves nothing. ``blocks`` may be a faster equivalent of :meth:`VAR.run` for
-    scales of few rows.
+    The session holds all state (the class condition, computed once, and the KV cache) and the model
+    none, so an interrupted run leaves no trace. ``blocks`` may be a faster equivalent of
+    :meth:`VAR.run` for scales of few rows.
     """
 
     state: ClassVar[tuple[str, ...]] = ("caches",)
@@ -148,7 +148,7 @@ class Session:
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def _stores(self, k: int) -> Sequence[ScaleCache | None]:
-        """The layers' caches for scale ``k``; None if no scale before or after needs them."""
+        """The layers' caches for scale ``k``; None if no earlier or later scale needs them."""
         first = self.schedule.starts[self.filled]
         config = self.model.config
         if k >= self.last and not first:
@@ -159,8 +159,8 @@ class Session:
             slots = self.schedule.starts[self.last]
             like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
             shape = (rows, slots, config.num_heads, width)
-            made = [like.new_empty(shape) for _ in range(2 * config.depth)]
-            self.caches = list(map(ScaleCache, made[::2], made[1::2]))
+            stores = [like.new_empty(shape) for _ in range(2 * config.depth)]
+            self.caches = list(map(ScaleCache, stores[::2], stores[1::2]))
         for cache in self.caches:
             cache.filled = first
             cache.keep = k < self.last
@@ -191,14 +191,14 @@ def log_likelihood(
     top-p are not applied, since the small model may draw a token that they would exclude. Raises
     ``ValueError`` for another number of tokens than the model's.
     """
-    wanted = model.config.schedule.length
-    if tokens.ndim != 2 or tokens.shape[1] != wanted:
-        raise ValueError(f"tokens must be [pictures, {wanted}], got {list(tokens.shape)}")
+    length = model.config.schedule.length
+    if tokens.ndim != 2 or tokens.shape[1] != length:
+        raise ValueError(f"tokens must be [pictures, {length}], got {list(tokens.shape)}")
     feature_map = FeatureMap(quantizer, len(labels))
     session = Session(model, labels, sampling, len(feature_map.schedule) - 1)
-    found = []
+    scores = []
     for k, part in enumerate(feature_map.schedule.split(tokens)):
         logits = session.advance(feature_map, k).float() / (sampling.temperature_at(k) or 1.0)
-        found.append(logits.log_softmax(-1).gather(-1, part[..., None])[..., 0])  # [B, T]
+        scores.append(logits.log_softmax(-1).gather(-1, part[..., None])[..., 0])  # [B, T]
         feature_map.add(ScaleTokens(part))
-    return torch.cat(found, dim=1).mean(1)
+    return torch.cat(scores, dim=1).mean(1)

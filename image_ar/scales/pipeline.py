@@ -117,10 +117,10 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         """A pipeline of a folder, pocket name or hub id, on this machine's best device and in its
         fastest dtype unless they are given; ``dtype`` is another name of ``torch_dtype``.
 
-        A scale has so many rows that bfloat16 pays for models of any size on processors with AMX,
-        and on no others. The small model comes from the same folder, unless ``small`` names another
-        folder, id or weights file. The measurements of the folder's own pair (FID by N, and the N
-        they are specialised for) are not used for another pair.
+        A scale has so many rows that on processors with AMX bfloat16 is faster for models of any
+        size; on other processors it is never faster. The small model comes from the same folder,
+        unless ``small`` names another folder, id or weights file. The folder's measurements (FID by
+        N, and the N that its models are specialised for) apply only to its own pair of models.
         """
         if text_encoder is not None:
             raise ValueError("text_encoder must be left out: this model draws classes")
@@ -164,7 +164,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         return cls(large, vqvae, second, settings, method)
 
     def timed(self, method: methods.ScalesMethod) -> bool:
-        """Whether ``method`` measures seconds; not code where models have an N of their own."""
+        """Whether ``method`` depends on measured seconds; code of specialised models does not."""
         return method.timed and not (method.name == "code" and self.settings.n != -1)
 
     def runnable(self, usual: list[methods.ScalesMethod]) -> list[methods.ScalesMethod]:
@@ -174,13 +174,14 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def settle(
         self, method: methods.ScalesMethod, batch: int, sampling: Sampling, pictures: int = 1
     ) -> tuple[methods.ScalesMethod, str, None]:
+        """``method`` with CoDe's N chosen, the reason, and no record."""
         match method:
             case methods.CoDe(n=-1):
-                found = specialised(self.settings)
-                if found is None:
-                    made = self.plan(batch, sampling)
-                    found = made.n, made.reason
-                return replace(method, n=found[0]), found[1], None
+                specialised_to = specialised(self.settings)
+                if specialised_to is None:
+                    plan = self.plan(batch, sampling)
+                    specialised_to = plan.n, plan.reason
+                return replace(method, n=specialised_to[0]), specialised_to[1], None
             case methods.Auto():
                 return methods.AR(), "plain decoding: no other method is exact", None
         return method, "", None
@@ -236,18 +237,18 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         return max(guidance_scale - 1, 0.0)
 
     def generators(
-        self, given: Mapping[str, Any], method: methods.ScalesMethod, count: int
+        self, args: Mapping[str, Any], method: methods.ScalesMethod, count: int
     ) -> list[torch.Generator]:
         """A generator for each picture, or the user's one generator for all, as in the release."""
         if not method.one_generator:
-            return super().generators(given, method, count)
-        several = isinstance(given["generator"] or given["seed"], Sequence)
-        if several or count > given["batch_size"]:
+            return super().generators(args, method, count)
+        several = isinstance(args["generator"] or args["seed"], Sequence)
+        if several or count > args["batch_size"]:
             raise ValueError(
                 "release draws one batch from one generator: give one and a batch_size of at least "
-                f"{count}, got batch_size {given['batch_size']}"
+                f"{count}, got batch_size {args['batch_size']}"
             )
-        return super().generators(given, method, 1) * count
+        return super().generators(args, method, 1) * count
 
     def target(
         self,
@@ -259,11 +260,11 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     ) -> Sampling:
         """The options of a run, by default the settings'; ``ValueError`` for any out of range."""
         check_dtype(self.transformer.dtype, self.device)
-        one = isinstance(temperature, str) or not isinstance(temperature, Sequence)
+        same_for_all = isinstance(temperature, str) or not isinstance(temperature, Sequence)
         s = with_options(
             self.settings,
             cfg=cfg,
-            temperature=temperature if one else tuple(cast(Sequence[float], temperature)),
+            temperature=temperature if same_for_all else tuple(cast(Sequence[float], temperature)),
             top_k=top_k,
             top_p=top_p,
             more_smooth=more_smooth,
@@ -294,7 +295,8 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     @in_its_turn(lambda pipe: pipe.transformer)
     def plan(self, batch: int, sampling: Sampling | None = None) -> CoDePlan:
-        """Measured cost of ``code`` by N at this batch on this machine, and the N chosen; cached.
+        """Measured cost of ``code`` by N for ``batch`` pictures on this machine, and the N chosen;
+        cached.
 
         Raises ``ValueError`` without a small model.
         """
@@ -313,8 +315,8 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, L], of the scales that are drawn in all of them
-        (a callback's are ``NOT_DRAWN`` beyond).
+        """Pictures [B, R, R, 3] uint8 of tokens [B, L], from the scales that are drawn in all of
+        them (a callback's tokens are ``NOT_DRAWN`` beyond).
         """
         feature_map = FeatureMap(self.vae.quantize, len(tokens))
         for scale in feature_map.schedule.split(tokens):
@@ -325,6 +327,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
     @torch.inference_mode()
     def draw(self, batch: Batch[methods.ScalesMethod]) -> Drawn:
+        """Draw a batch scale by scale, until its end or an interrupt."""
         begin = time.perf_counter()
         clock = Clock()
         feature_map = FeatureMap(self.vae.quantize, len(batch.of))
@@ -348,7 +351,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def _steps(
         self, batch: Batch[methods.ScalesMethod], feature_map: FeatureMap, clock: Clock
     ) -> tuple[Iterator[int], Certificate]:
-        """The rounds of ``batch``, and what it may claim."""
+        """The rounds of ``batch``, and the run's certificate."""
         sampling, method = batch.target, batch.method
         scales = len(feature_map.schedule)
         n = method.n if isinstance(method, methods.CoDe) else scales
@@ -376,7 +379,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         batch: Batch[methods.ScalesMethod],
         clock: Clock,
     ) -> Iterator[int]:
-        """All rounds at once, as one graph of a GPU."""
+        """All rounds at once, as one CUDA graph."""
         quantizer, sampling = self.vae.quantize, batch.target
         networks = *(turn.model for turn in turns), quantizer
         key = turns[0].scales, len(batch.of), sampling, placed(*networks)
@@ -395,7 +398,9 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
     def _sampler(
         self, batch: Batch[methods.ScalesMethod], feature_map: FeatureMap
     ) -> Callable[[range], ScaleSampler]:
-        """The sampler by turn: one shared by both models, or the release's own for each."""
+        """The sampler for a turn's scales: one for both models, which draws a picture from its own
+        generator, or the release's, where each model has a copy of the one generator of all.
+        """
         schedule = feature_map.schedule
         if not batch.method.one_generator:
             shared = InverseCDF(batch.target, Uniforms(batch.generators), len(schedule))
@@ -405,15 +410,15 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
         def sampler(scales: range) -> ReleaseSampler:
             generator = torch.Generator(self.device)
             generator.set_state(state)  # the release seeds both models alike
-            made = ReleaseSampler(batch.target, generator, len(schedule))
+            release = ReleaseSampler(batch.target, generator, len(schedule))
             vocabulary = self.transformer.config.vocab_size
-            made.burn(schedule, feature_map.batch, vocabulary, scales.start)
-            return made
+            release.burn(schedule, feature_map.batch, vocabulary, scales.start)
+            return release
 
         return sampler
 
     def _blocks(self, model: VAR) -> Program:
-        """The blocks of ``model`` as programs: logits may differ by rounding from those without."""
+        """The compiled blocks of ``model``; compiling may change logits by rounding."""
         now = version(model)
         if model not in self.programs or self.programs[model][0] != now:
             self.programs[model] = now, compiled(VAR.run, self.device)
@@ -421,7 +426,7 @@ class VARPictures(PicturePipeline[methods.ScalesMethod]):
 
 
 def so_far(feature_map: FeatureMap) -> SoFar:
-    """The scales drawn so far, in new memory."""
+    """A copy of the scales drawn so far."""
     tokens = feature_map.tokens.clone()
     tokens[:, feature_map.schedule.starts[feature_map.drawn] :] = NOT_DRAWN
     share = feature_map.drawn / len(feature_map.schedule)

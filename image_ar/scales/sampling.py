@@ -1,9 +1,9 @@
 """From VAR's logits to tokens: guidance by scale, top-k and top-p, temperature, and the samplers.
 
 ``InverseCDF`` takes one generator a picture, so that a picture's uniforms do not depend on its
-batch. ``ReleaseSampler`` is VAR's released code draw for draw, with one generator
-for the batch, for comparisons with recorded runs. Source: VAR (arXiv 2404.02905). Shape letters: B
-batch, T tokens of a scale, V vocabulary, K scales.
+batch. ``ReleaseSampler`` draws the same numbers in the same order as VAR's released code, with one
+generator for the batch, for comparisons with recorded runs. Source: VAR (arXiv 2404.02905). Shape
+letters: B batch, T tokens of a scale, V vocabulary, K scales.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Temperature = float | tuple[float, ...]  # one, or one for each scale
 class VARSettings:
     """Recommended sampling of a model, from ``settings.json`` beside it.
 
-    ``cfg`` 0 is no guidance, ``classes`` are names by id, ``fid`` the FID by CoDe's N (as text) if
-    it was measured, ``n`` the N that the two models were specialised for, -1 if none.
+    ``cfg`` 0 is no guidance; ``classes`` are names by id; ``fid`` is the measured FID by CoDe's N
+    (as text); ``n`` is the N that the two models were specialised for, -1 if none.
     """
 
     cfg: float = 1.5
@@ -47,9 +47,9 @@ class Sampling:
     """Options of one run; ``temperature`` divides after the filters, not before.
 
     Guidance grows over the scales: at scale k logits are (1 + t) cond - t null with t = ``cfg`` · k
-    / (K - 1), so 0 is none. ``more_smooth`` feeds soft codes to the next scale: prettier pictures,
-    another distribution, which no temperature touches. Raises ``ValueError`` for options out of
-    range.
+    / (K - 1), so 0 is none. ``more_smooth`` feeds soft codes to the next scale: prettier pictures
+    from another distribution, to which temperatures do not apply. Raises ``ValueError`` for options
+    out of range.
     """
 
     cfg: float = 0.0
@@ -65,7 +65,7 @@ class Sampling:
             Processor(value, self.top_k, self.top_p)
             if self.more_smooth and value != 1:
                 raise ValueError(
-                    f"more_smooth must be off at temperature {value}: no temperature touches its "
+                    f"more_smooth must be off at temperature {value}, which does not change its "
                     "soft codes; leave it out, or give temperature=1"
                 )
 
@@ -82,15 +82,15 @@ class Sampling:
     def settings(self) -> dict[str, object]:
         """The options that shape the distribution, for certificates."""
         hottest = Processor(max(self.by_scale), self.top_k, self.top_p).settings
-        found: dict[str, object] = {**hottest, "temperature": self.temperature, "cfg": self.cfg}
+        settings: dict[str, object] = {**hottest, "temperature": self.temperature, "cfg": self.cfg}
         if self.more_smooth:
-            del found["temperature"]
-            found["more_smooth"] = True
-        return found
+            del settings["temperature"]
+            settings["more_smooth"] = True
+        return settings
 
     @property
     def by_scale(self) -> tuple[float, ...]:
-        """The temperatures, one if all scales share it."""
+        """The temperatures by scale, or the one that all scales share."""
         return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
 
     @property
@@ -100,7 +100,7 @@ class Sampling:
 
     @property
     def filter(self) -> Processor:
-        """Top-k and top-p."""
+        """Top-k and top-p as one filter."""
         return Processor(1.0, self.top_k, self.top_p)
 
     def weight(self, k: int, scales: int) -> float:
@@ -169,6 +169,7 @@ class InverseCDF:
     scales: int
 
     def draw(self, logits: Tensor, k: int) -> ScaleTokens:
+        """The tokens of scale ``k`` from ``logits`` [B, T, V]."""
         if self.sampling.more_smooth:
             masked = self.sampling.masked(logits)
             noise = gumbel(self.uniforms.draw(logits[0].numel()).view(logits.shape))
@@ -199,7 +200,7 @@ class ReleaseSampler:
             )
 
     def draw(self, logits: Tensor, k: int) -> ScaleTokens:
-        """See ``ScaleSampler``; under ``more_smooth`` tokens are drawn first and stay unused."""
+        """See ``ScaleSampler``; under ``more_smooth`` the drawn tokens stay unused, as released."""
         masked = sorted_mask(logits, self.sampling.top_k, self.sampling.top_p)
         probs = (masked / self.sampling.temperature_at(k)).softmax(-1)
         rows = probs.flatten(0, 1)
@@ -213,21 +214,23 @@ class ReleaseSampler:
     def burn(self, schedule: ScaleSchedule, batch: int, vocabulary: int, scales: int) -> None:
         """Use up the numbers that the released refiner draws for the first ``scales`` scales.
 
-        They are discarded there. ``multinomial`` draws one exponential a token, so no logits are
-        needed. Raises ``ValueError`` under ``more_smooth``, of which no recorded run shows how many
-        are discarded.
+        The release discards them. ``multinomial`` draws one exponential a token, so no logits are
+        needed. Raises ``ValueError`` under ``more_smooth``: no recorded run shows how many numbers
+        it discards.
         """
         if scales and self.sampling.more_smooth:
             raise ValueError(
-                "more_smooth must be off where the release's two models take turns, got it on"
+                "more_smooth must be off for the release's sampler with two models, got it on; "
+                "leave it out"
             )
         for k in range(scales):
             shape = batch * schedule.tokens(k), vocabulary
-            torch.empty(shape, device=self.generator.device).exponential_(generator=self.generator)
+            skipped = torch.empty(shape, dtype=torch.float32, device=self.generator.device)
+            skipped.exponential_(generator=self.generator)
 
 
 def sorted_mask(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """``logits`` [B, T, V] with -inf for what is excluded; the sort breaks ties at top-p's edge."""
+    """``logits`` [B, T, V] with -inf for excluded tokens; the sort breaks ties at top-p's edge."""
     if top_k:
         logits = logits.masked_fill(logits < kth_largest(logits, top_k), float("-inf"))
     if top_p == 1:

@@ -62,4 +62,5 @@ def scale_bias(queries: Tensor, keys: Tensor) -> Tensor:
     A position attends its own scale and the coarser ones.
     """
     hidden = queries[0, :, None] < keys[0]
-    return torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, -math.inf)[None, None]
+    bias = torch.zeros(hidden.shape, dtype=torch.float32, device=keys.device)
+    return bias.masked_fill_(hidden, -math.inf)[None, None]

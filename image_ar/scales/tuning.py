@@ -47,8 +47,8 @@ class Forecast:
 
 @dataclass(frozen=True)
 class ScaleSeconds:
-    """Seconds of each scale by the ``large`` and by the ``small`` model [K], of the small one's
-    pass over all scales at once, ``prefill``, and of decoding a batch.
+    """Seconds of each scale by the ``large`` and by the ``small`` model [K], of the small model's
+    pass over all scales at once (``prefill``), and of decoding a batch.
     """
 
     large: list[float]
@@ -57,8 +57,8 @@ class ScaleSeconds:
     decode: float
 
     def of(self, n: int, schedule: ScaleSchedule) -> float:
-        """Seconds of CoDe with ``n`` scales by the large model: the small one begins with a pass
-        over n + 1 scales, which takes longer by the token.
+        """Seconds of CoDe with ``n`` scales by the large model. The small model begins with a pass
+        over n + 1 scales, whose time grows with their tokens.
         """
         if not n < len(self.large):
             return sum(self.large) + self.decode
@@ -70,7 +70,7 @@ class ScaleSeconds:
 
 @dataclass(frozen=True)
 class CoDePlan:
-    """The choice for ``code`` with all it was chosen from."""
+    """The N chosen for ``code``, with the forecast of every N."""
 
     n: int
     reason: str
@@ -98,7 +98,7 @@ class CoDePlan:
 def plan_code(
     large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Sampling, settings: VARSettings
 ) -> CoDePlan:
-    """Measured cost of ``code`` by N for ``batch`` pictures at once, and the N chosen.
+    """Measures the cost of ``code`` by N for ``batch`` pictures at once, and chooses an N.
 
     ``settings`` hold the FID by N, and the N that the models are specialised for, if any.
     """
@@ -134,10 +134,10 @@ def measured(large: VAR, small: VAR, vqvae: VQVAE, batch: int, sampling: Samplin
         tell(Measured(next(runs), CALIBRATION))
 
     everything = range(len(large.config.schedule))
-    given = (vqvae, batch, sampling)
-    of_large = time_steps(large, *given, everything, called)
-    of_small = time_steps(small, *given, everything, called)
-    [prefill] = time_steps(small, *given, everything[-1:], called)
+    common = (vqvae, batch, sampling)
+    of_large = time_steps(large, *common, everything, called)
+    of_small = time_steps(small, *common, everything, called)
+    [prefill] = time_steps(small, *common, everything[-1:], called)
     return ScaleSeconds(of_large, of_small, prefill, batch * time_decode(vqvae))
 
 
@@ -183,15 +183,15 @@ def time_decode(vqvae: VQVAE) -> float:
 def _plain(
     model: VAR, feature_map: FeatureMap, labels: Tensor, sampling: Sampling
 ) -> Callable[[range], list[float]]:
-    """A function that draws scales by ``model`` and returns the seconds of each."""
+    """A function that draws scales with ``model`` and returns each one's seconds."""
     uniforms = Uniforms([torch.Generator(model.device).manual_seed(i) for i in range(len(labels))])
     sampler = InverseCDF(sampling, uniforms, len(feature_map.schedule))
 
     def draw(steps: range) -> list[float]:
-        own = [Turn(LARGE, model, steps)]
+        turns = [Turn(LARGE, model, steps)]
         seconds = []
         begin = _now(model.device)
-        for _ in alternate(own, feature_map, labels, sampling, lambda _: sampler, Clock()):
+        for _ in alternate(turns, feature_map, labels, sampling, lambda _: sampler, Clock()):
             end = _now(model.device)
             seconds.append(end - begin)
             begin = end
@@ -219,8 +219,8 @@ def model_memory(
 ) -> float:
     """Peak bytes beside the weights: the KV cache, and a layer's activations or the logits.
 
-    At its peak, in attention, a layer holds about ``ALIVE`` times its rows; in the last scale also
-    its own keys and values of all scales, joined, because they are not cached.
+    At its peak, in attention, a layer holds about ``ALIVE`` times its rows. In the last scale,
+    which is not cached, it also holds the joined keys and values of all scales.
     """
     if not scales:
         return 0.0
@@ -249,15 +249,15 @@ def forecast(
     """Time and memory of CoDe for every N from 0 (the small model alone) to K (the large alone)."""
     scales = len(large.schedule)
     load = (batch, sampling, dtype)
-    whole = seconds.of(scales, large.schedule)
-    found = []
+    total_seconds = seconds.of(scales, large.schedule)
+    forecasts = []
     for n in range(scales + 1):
         coarse, fine = range(n), range(n, scales)
         weights = (parameters(large) if coarse else 0) + (parameters(small) if fine else 0)
         peak = max(model_memory(large, coarse, *load), model_memory(small, fine, *load))
         took = seconds.of(n, large.schedule)
-        found.append(Forecast(n, took, weights * dtype.itemsize + peak, whole / took))
-    return found
+        forecasts.append(Forecast(n, took, weights * dtype.itemsize + peak, total_seconds / took))
+    return forecasts
 
 
 def choose_n(

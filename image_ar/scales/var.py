@@ -106,7 +106,7 @@ class ClassCondition(NamedTuple):
 class ScaleCache:
     """One layer's ``keys`` and ``values`` [R, S, H, D]; queries attend to the first ``filled``.
 
-    Without ``keep``, new keys and values (of the last scale) are attended to once and not written.
+    Without ``keep``, new keys and values (of the last scale) are used once and not stored.
     """
 
     state: ClassVar[tuple[str, ...]] = ("keys", "values")
@@ -163,20 +163,20 @@ class VARAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        given: BlockCondition,
+        cond: BlockCondition,
         bias: Tensor | None,
         store: ScaleCache | None,
         tail: int,
     ) -> Tensor:
         """The last ``tail`` rows of ``x`` [R, T, C] attend to all of it and to the ``store``."""
-        qkv = product(self.mat_qkv, x, given.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
+        qkv = product(self.mat_qkv, x, cond.qkv_bias).view(*x.shape[:2], 3, self.heads, -1)
         qk, v = qkv[:, :, :2], qkv[:, :, 2]  # [R, T, 2, H, D], [R, T, H, D]
-        if given.qk_scale is not None:
+        if cond.qk_scale is not None:
             # Queries and keys at once, the factors multiplied into the norms: half the time.
             # float16 cannot divide by short vectors, so its norms are float32.
             wide = torch.float32 if qk.dtype == torch.float16 else None
             norms = torch.linalg.vector_norm(qk, dim=-1, keepdim=True, dtype=wide)
-            qk = (qk * (given.qk_scale / norms.clamp_min(NORM_EPS))).to(v.dtype)
+            qk = (qk * (cond.qk_scale / norms.clamp_min(NORM_EPS))).to(v.dtype)
         q, k = qk.unbind(2)
         if store is not None:
             k, v = store.write(k, v)
@@ -216,9 +216,7 @@ class VARBlock(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def condition(self, cond: Tensor) -> BlockCondition:
-        """The block's condition from the class embedding [R, C], or from the shared adaLN's output
-        [R, 1, 6, C].
-        """
+        """The block's condition from the class embedding [R, C] or shared adaLN [R, 1, 6, C]."""
         if self.shared_aln:
             table = self.ada_gss + cond
         else:
@@ -230,16 +228,16 @@ class VARBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        given: BlockCondition,
+        cond: BlockCondition,
         bias: Tensor | None,
         store: ScaleCache | None,
         tail: int,
     ) -> Tensor:
         """[R, T, C] -> its last ``tail`` rows; the others only serve as keys and values."""
-        seen = modulate(x, given.scale1, given.shift1, self.eps)
-        x = torch.addcmul(x[:, -tail:], given.gate1, self.attn(seen, given, bias, store, tail))
-        inner = modulate(x, given.scale2, given.shift2, self.eps)
-        return torch.addcmul(x, given.gate2, self.ffn(inner))
+        modulated = modulate(x, cond.scale1, cond.shift1, self.eps)
+        x = torch.addcmul(x[:, -tail:], cond.gate1, self.attn(modulated, cond, bias, store, tail))
+        inner = modulate(x, cond.scale2, cond.shift2, self.eps)
+        return torch.addcmul(x, cond.gate2, self.ffn(inner))
 
 
 class HeadNorm(nn.Module):
@@ -317,7 +315,7 @@ class VAR(nn.Module):
     def run(
         self,
         x: Tensor,
-        given: ClassCondition,
+        cond: ClassCondition,
         bias: Tensor | None = None,
         stores: Sequence[ScaleCache | None] | None = None,
         tail: int | None = None,
@@ -329,14 +327,14 @@ class VAR(nn.Module):
         """
         stores = stores or [None] * len(self.blocks)
         last = len(self.blocks) - 1
-        for i, (block, factors) in enumerate(zip(self.blocks, given.blocks, strict=True)):
+        for i, (block, factors) in enumerate(zip(self.blocks, cond.blocks, strict=True)):
             rows = (tail or x.shape[1]) if i == last else x.shape[1]
-            part = bias if bias is None else bias[:, :, -rows:]
-            x = block(x, factors, part, stores[i], rows)
+            block_bias = bias if bias is None else bias[:, :, -rows:]
+            x = block(x, factors, block_bias, stores[i], rows)
         return x
 
     def normed(self, x: Tensor, head: tuple[Tensor, Tensor]) -> Tensor:
-        """The head's input from ``run``'s output, in float32 whatever the weights' dtype."""
+        """The head's input from the output of ``run``; always float32."""
         return modulate(x.float(), *head, self.config.norm_eps)
 
     def logits(self, normed: Tensor) -> Tensor:
@@ -349,15 +347,15 @@ class VAR(nn.Module):
         ``inputs`` [R, T - first scale, E]: the tokenizer's inputs for all scales but the first; the
         finest may be left out.
         """
-        given = self.condition(labels)
+        cond = self.condition(labels)
         positions = self.positions()
-        start = self.start(given.embedding, positions)
+        start = self.start(cond.embedding, positions)
         first = start.shape[1]
         stop = first + inputs.shape[1]
-        rest = self.word_embed(inputs.to(self.dtype)) + positions[:, first:stop]
-        x = torch.cat([start, rest], dim=1)
-        x = self.run(x, given, self.attn_bias_for_masking[:, :, :stop, :stop])
-        return self.logits(self.normed(x, given.head))
+        later = self.word_embed(inputs.to(self.dtype)) + positions[:, first:stop]
+        x = torch.cat([start, later], dim=1)
+        x = self.run(x, cond, self.attn_bias_for_masking[:, :, :stop, :stop])
+        return self.logits(self.normed(x, cond.head))
 
 
 @torch.no_grad()

@@ -95,8 +95,8 @@ class MultiScaleQuantizer(nn.Module):
         self.beta = config.beta
         self.phi_of_scale = phi_of_scale(shared, len(self.schedule))
         self.embedding = nn.Embedding(config.vocab_size, width)
-        own = nn.ModuleList(_conv(width) for _ in self.schedule.sides)
-        self.quant_resi = SharedPhi(width, shared) if shared else own
+        by_scale = nn.ModuleList(_conv(width) for _ in self.schedule.sides)
+        self.quant_resi = SharedPhi(width, shared) if shared else by_scale
         used = torch.zeros(len(self.schedule), config.vocab_size)
         self.register_buffer("ema_vocab_hit_SV", used)
 
@@ -109,11 +109,10 @@ class MultiScaleQuantizer(nn.Module):
         return _as_grid(weights @ self.embedding.weight)
 
     def contribution(self, codes: Tensor, k: int) -> Tensor:
-        """The summand of f_hat [B, E, P, P] from ``codes`` [B, E, p, p] of scale ``k``: upsampled,
-        then φ_k.
-        """
+        """Summand [B, E, P, P] of scale ``k``: ``codes`` [B, E, p, p] upsampled, then φ_k."""
         h = self._resize(codes, self.schedule.sides[-1], "bicubic", k)
-        return torch.lerp(h, self.quant_resi[self.phi_of_scale[k]](h), self.ratio)
+        refined = self.quant_resi[self.phi_of_scale[k]](h).to(h)  # autocast has another dtype
+        return torch.lerp(h, refined, self.ratio)
 
     def downsample(self, f_hat: Tensor, k: int) -> Tensor:
         """The transformer's inputs [B, p², E] at scale ``k``: f_hat averaged down to its side."""
@@ -132,12 +131,12 @@ class MultiScaleQuantizer(nn.Module):
 
     def residuals(self, features: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """By scale, the residual [B, p², E] of ``features`` [B, E, P, P] and its tokens [B, p²]."""
-        rest = features.float()
+        residual = features.float()
         for k in range(len(self.schedule)):
-            rows = self.downsample(rest, k)
+            rows = self.downsample(residual, k)
             tokens = self.nearest(rows)
             yield rows, tokens
-            rest = rest - self.contribution(self.codes(tokens), k)
+            residual = residual - self.contribution(self.codes(tokens), k)
 
     @torch.no_grad()
     def encode(self, features: Tensor) -> list[Tensor]:

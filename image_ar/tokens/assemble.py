@@ -41,12 +41,12 @@ TRAINED = ("eagle", "block")
 class PictureParts:
     """The parts from which methods are assembled.
 
-    Drafters by kind, the codebook [W, E] and the ascending ids [W] of its tokens (None: all, in
-    order), the trees that the model's maker recommends by method (children by level of a spine),
-    the block drafter's measured acceptance by level and rank. ``taus``: block efficiencies of
-    methods without a tree to choose, by name. ``given``: kind of the drafter that the user passed
-    in. ``records`` hold the measurements of method auto; ``made`` shapes, rules and programs that
-    calls share, both by the facts they depend on.
+    Drafters by kind; the codebook [W, E] and the ascending ids [W] of its tokens (None: all
+    tokens); recommended trees by method (children by level of a spine); the block drafter's
+    measured acceptance by level and rank. ``taus``: block efficiencies of methods without a choice
+    of tree, by name. ``given``: the kind of the drafter that the user passed in. ``records`` hold
+    the measurements of method auto, and ``made`` the shapes, rules and programs that calls share,
+    both keyed by all that they depend on.
     """
 
     drafters: Mapping[str, DrafterHead] = field(default_factory=dict)
@@ -73,9 +73,7 @@ class PictureParts:
         return choice.drafter in self.drafters or (choice.drafter == ANY and bool(self.drafters))
 
     def take_given(self, kind: str) -> None:
-        """Note that the user passed in the drafter ``kind``, and discard acceptance measured for
-        the model's own.
-        """
+        """Note that the user passed the drafter ``kind``; discard the model's own acceptance."""
         self.given = kind
         if kind == "block":
             self.acceptance = ()
@@ -88,9 +86,9 @@ class PictureParts:
     def head(self, kind: str) -> Any:
         """The drafter called ``kind``; raises ``ValueError`` when the model has none."""
         if kind not in self.drafters:
-            there = ", ".join(sorted(self.drafters)) or "none"
+            names = ", ".join(sorted(self.drafters)) or "none"
             raise ValueError(
-                f"this model has no {kind!r} drafter (it has: {there}); "
+                f"this model has no {kind!r} drafter (it has: {names}); "
                 "use method sjd or ar, or train one for a LlamaGen"
             )
         return self.drafters[kind]
@@ -99,8 +97,8 @@ class PictureParts:
 def assemble(
     method: Method, target: DrawingTarget, parts: PictureParts
 ) -> tuple[DrawingTarget, Drafter, Rule]:
-    """The parts of the loop for a ``method`` that drafts, not ``auto``; the target may be another
-    view of the model than the one given.
+    """The parts of the loop for a ``method`` that drafts, not ``auto``. The returned target may be
+    another view of the model than ``target``.
     """
     choice: methods.Choice | None = getattr(method, "choice", None)
     if choice is None:
@@ -108,8 +106,8 @@ def assemble(
     if choice.drafter == ANY:
         tree = choice.tree if parts.any == "eagle" else None
         choice = replace(choice, drafter=parts.any, tree=tree)
-    own = not isinstance(choice.drafter, str) or of_others(choice.drafter)
-    make = _outside if own else DRAFTERS.get(choice.drafter)
+    third_party = not isinstance(choice.drafter, str) or of_others(choice.drafter)
+    make = _outside if third_party else DRAFTERS.get(choice.drafter)
     if make is None:
         raise unknown("drafter", choice.drafter, [*DRAFTERS, *OTHERS])
     kind = rule_kind(choice.rule)
@@ -132,6 +130,7 @@ def assemble(
 def _rule(
     spec: RuleName, kind: RuleKind, target: DrawingTarget, parts: PictureParts, greedy: bool
 ) -> Rule:
+    """The rule of ``spec``; rules of codes get the table of neighbours, greedy ones match."""
     if greedy and not kind.relaxed:
         return GreedyMatch()
     if not kind.codes:
@@ -142,13 +141,13 @@ def _rule(
     if not k and not kind.relaxed:
         return make_rule(spec)
     table, first = _neighbours(parts, k, target)
-    given = {"greedy": greedy} if kind.relaxed else {}
-    rule = make_rule(spec, table=table, offset=first, **given)
+    extra = {"greedy": greedy} if kind.relaxed else {}
+    rule = make_rule(spec, table=table, offset=first, **extra)
     residual = getattr(rule, "residual", "corrected")
     if residual != "corrected" and target.undrawable is not None and not greedy:
         raise ValueError(
             f"residual must be 'corrected' for {target.name}, got {residual!r}: after a rejection "
-            "the release's draws any token, here those of words, too, which are no pictures"
+            "the release may draw any token, here also words, which are not pictures"
         )
     return rule
 
@@ -157,7 +156,8 @@ def _neighbours(parts: PictureParts, k: int, target: DrawingTarget) -> tuple[Ten
     """Nearest codes [W, K + 1] of every code, checked against the target's, and the first code's
     id.
 
-    Ids between two codes' ids also get rows, of a token that never has any mass to borrow.
+    Ids between two codes' ids also get rows; their neighbours are a token without any mass to
+    borrow.
     """
     size = target.codes
     if parts.codebook is None or len(parts.codebook) != size:
@@ -187,8 +187,8 @@ def _block(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
     """The block drafter on a tree of fixed shape, cut to the levels it has."""
-    head = parts.head("block")
     device = target.device
+    head = parts.head("block").to(device, target.dtype)  # the model may have moved without it
     usual = parts.trees.get(name, DEFAULT_TREE)[: head.config.levels]
     tree = usual if choice.tree is None else choice.tree
     key = methods.keyed(tree), device
@@ -200,18 +200,19 @@ def _block(
 def _eagle(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """EAGLE's head on a tree of fixed shape, or on one of another shape every round."""
+    """EAGLE's head on a tree of fixed shape, or on a tree that it grows every round."""
     tree = make_tree(choice.tree or parts.trees.get(name, DEFAULT_TREE), target.device)
     siblings = rule_kind(choice.rule).siblings or "distinct"
-    return EagleDrafter(parts.head("eagle"), llamagen(target), tree, sampled, siblings)
+    head = parts.head("eagle").to(target.device, target.dtype)
+    return EagleDrafter(head, llamagen(target), tree, sampled, siblings)
 
 
 def _jacobi(
     choice: methods.Choice, name: str, target: DrawingTarget, parts: PictureParts, sampled: bool
 ) -> Drafter:
-    """The Jacobi drafter: the target itself, on a chain of at most a picture. By default drafts are
-    coupled if the rule allows it. A relaxed rule begins with the last place's distribution: it
-    would accept too many copies of neighbours.
+    """The Jacobi drafter: the target itself, on a chain of at most a picture's length. By default
+    drafts are coupled if the rule allows it. Under a relaxed rule, first drafts are drawn from the
+    last place's distribution, because the rule would accept too many copies of neighbours.
     """
     kind = rule_kind(choice.rule)
     coupled = not looks_ahead(kind.rule)
@@ -237,11 +238,12 @@ def _lookup(
     """The prompt lookup drafter, which searches the prompt and the picture so far."""
     if not target.prompted:
         raise ValueError(
-            f"drafter prompt-lookup needs a prompt of tokens, which {target.name} has not"
+            f"drafter prompt-lookup needs a prompt of tokens, which {target.name} does not have; "
+            "use sjd"
         )
     method = choice.method or methods.PromptLookup(length=_chain(choice, 8))
-    found: Drafter = named(PLACES[choice.drafter])(target, method.ngram, method.length)
-    return found
+    drafter: Drafter = named(PLACES[choice.drafter])(target, method.ngram, method.length)
+    return drafter
 
 
 def _outside(

@@ -35,9 +35,9 @@ class CaptionEncoder:
         from specmm.hf.loading.pretrained import load_model, load_tokenizer
 
         try:
-            place = zoo.find(folder, zoo.TRANSFORMERS)
-            self.tokenizer = load_tokenizer(place)
-            model = load_model(T5EncoderModel, place, dtype=dtype)
+            files = zoo.find(folder, zoo.TRANSFORMERS)
+            self.tokenizer = load_tokenizer(files)
+            model = load_model(T5EncoderModel, files, dtype=dtype)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
@@ -69,16 +69,14 @@ class CaptionEncoder:
 def clean(prompt: str) -> str:
     """``prompt`` in lower case, HTML entities resolved, runs of space collapsed.
 
-    The release's further clean-up, meant for captions scraped from the web (addresses, file names,
-    shop phrases), is left out: it drops words that a person typed.
+    The release also removes addresses, file names and shop phrases from captions scraped from the
+    web; this is left out, because it would drop words that a person typed.
     """
     return " ".join(html.unescape(prompt).lower().split())
 
 
 def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Move right padding to the left: ``features`` [B, P, C] (padding zeroed) and ``mask`` [B, P]
-    bool.
-    """
+    """Move right padding (zeroed) of ``features`` [B, P, C] and ``mask`` [B, P] to the left."""
     places = torch.arange(mask.shape[1], device=mask.device)
     source = (places + mask.sum(1, keepdim=True)) % mask.shape[1]  # [B, P]
     flipped = mask.bool().flip(1)

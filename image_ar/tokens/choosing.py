@@ -39,13 +39,13 @@ def record_of(
     guided = target.guidance if auto.relaxes else target.guidance.branches  # speed knows no scale
     key = (batch, guided, torch.get_num_threads(), target.processor, target.length, auto)
     if key not in parts.records:
-        found = exact_candidates(target, parts)
+        choices = exact_candidates(target, parts)
         if auto.relaxes:
-            found += [Candidate(method) for method in serving(relaxed_methods(), target, parts)]
+            choices += [Candidate(method) for method in serving(relaxed_methods(), target, parts)]
         tv = auto.tv if auto.relaxes else 0.0
         sizes = [sizes_of(network) for network in (target.model, *parts.drafters.values())]
         notes = Notes.of_machine("methods", (__version__, target.name, sizes, key))
-        record = Record(found, batch, tv, now=clock_of(target.device))
+        record = Record(choices, batch, tv, now=clock_of(target.device))
         parts.records[key] = record.remember(notes, fresh)
     return parts.records[key]
 
@@ -58,8 +58,9 @@ def settled(
     pictures: int = 1,
     share: float = SHARE,
 ) -> tuple[Any, str, Record | None]:
-    """``method``, or what auto takes in its place for that many ``pictures``, ``batch`` at a time;
-    why, and the record that their seconds go to. Trials take a ``share`` of them.
+    """``method``, or the method that auto chooses for ``pictures`` pictures, ``batch`` at a time;
+    the reason; and the record for their seconds. Trials may take a ``share`` of the pictures' time
+    (infinite: every candidate draws a whole picture).
     """
     if not isinstance(method, methods.Auto):
         return method, "", None
@@ -71,21 +72,21 @@ def settled(
         uniforms = Uniforms.from_seeds(range(first, first + batch), target.device)
         if not some.drafts:
             return decode_plain(target, prompt, target.length, uniforms)
-        own, drafter, rule = assemble(some, target, parts)
-        return decode(own, drafter, rule, prompt, target.length, uniforms)
+        bound, drafter, rule = assemble(some, target, parts)
+        return decode(bound, drafter, rule, prompt, target.length, uniforms)
 
-    whole = method.relaxes or math.isinf(share)
-    few = target.length if whole else min(FEW, target.length)
+    to_the_end = method.relaxes or math.isinf(share)
+    few = target.length if to_the_end else min(FEW, target.length)
     coming = target.length * math.ceil(pictures / batch)
-    share = math.inf if whole else share
+    share = math.inf if to_the_end else share
     chosen = record.choose(begin, coming, few, share)
     target.read_layers(())  # trials' drafters said which they read
     return chosen, record.reason(), record
 
 
 def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candidate]:
-    """Exact methods that serve: the usual tree of the block drafter, and Sequoia's where its
-    acceptance is known; SJD, a lookup where prompts are tokens.
+    """The exact methods that can draw with ``target``: the block drafter with its usual tree and,
+    if its acceptance is known, with Sequoia's; SJD; prompt lookup if prompts are tokens.
     """
     usual = methods.Speculative()
     trees = [Candidate(usual)]
@@ -100,28 +101,28 @@ def exact_candidates(target: DrawingTarget, parts: PictureParts) -> list[Candida
             Candidate(method, float(expected_tau(shape, parts.acceptance)), shape.size, shape.depth)
             for method, shape in shapes.items()
         ]
-    known = {} if target.processor.greedy else parts.taus
+    taus = {} if target.processor.greedy else parts.taus
     jacobi = [
-        Candidate(some, known.get(name, 0.0), some.window + 1) for name, some in JACOBI.items()
+        Candidate(some, taus.get(name, 0.0), some.window + 1) for name, some in JACOBI.items()
     ]
-    found = [*trees, *jacobi, Candidate(methods.PromptLookup())]
-    serve = serving([one.method for one in found], target, parts)
-    return [one for one in dict.fromkeys(found) if one.method in serve]
+    candidates = [*trees, *jacobi, Candidate(methods.PromptLookup())]
+    serve = serving([candidate.method for candidate in candidates], target, parts)
+    return [candidate for candidate in dict.fromkeys(candidates) if candidate.method in serve]
 
 
 def relaxed_methods() -> list[Method]:
-    """The methods whose certificate is "bounded", from little borrowed mass to much."""
+    """The methods whose certificate is "bounded", in ascending order of borrowed mass."""
     borrowing = (methods.LanternPP(lambda_=x, k=k) for x, k in BORROWING)
     return [methods.GSD(), *borrowing, methods.Lantern(drafter="block")]
 
 
-def serving(some: Sequence[Method], target: DrawingTarget, parts: PictureParts) -> list[Method]:
-    """The methods among ``some`` that can draw with ``target``."""
-    found: list[Method] = []
-    for method in some:
+def serving(offered: Sequence[Method], target: DrawingTarget, parts: PictureParts) -> list[Method]:
+    """The methods among ``offered`` that can draw with ``target``."""
+    usable: list[Method] = []
+    for method in offered:
         try:
             assemble(method, target, parts)
         except ValueError:  # a small picture, layers that cannot be left out, no drafter
             continue
-        found.append(method)
-    return found
+        usable.append(method)
+    return usable

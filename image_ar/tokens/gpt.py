@@ -59,10 +59,10 @@ class GPTConfig:
     @property
     def ffn_dim(self) -> int:
         """Inner width of the feed-forward layers: 8C/3 (times a multiplier), rounded up."""
-        wanted = int(8 * self.dim / 3)
+        width = int(8 * self.dim / 3)
         if self.ffn_dim_multiplier is not None:
-            wanted = int(self.ffn_dim_multiplier * wanted)
-        return -(-wanted // self.multiple_of) * self.multiple_of
+            width = int(self.ffn_dim_multiplier * width)
+        return -(-width // self.multiple_of) * self.multiple_of
 
 
 PUBLISHED = {
@@ -91,9 +91,7 @@ def rotary_table(grid: int, head_dim: int, prefix: int, base: float = 10000.0) -
 
 
 def rotate(x: Tensor, factors: Tensor) -> Tensor:
-    """Turn interleaved pairs of ``x`` [R, T, H, D] by complex ``factors`` [R or 1, T, 1, D/2], in
-    fp32.
-    """
+    """Turn interleaved pairs of ``x`` [R, T, H, D] by ``factors`` [R or 1, T, 1, D/2], in fp32."""
     if torch.compiler.is_compiling():  # the compiler cannot fuse complex arithmetic
         a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         cos = factors.real
@@ -118,9 +116,7 @@ class RotaryTable(nn.Module):
         return self.table[None, :count, None]
 
     def at(self, positions: Tensor) -> Tensor:
-        """Factors [R or 1, T, 1, D/2] at ``positions`` [R or 1, T]; those past the end take the
-        last row.
-        """
+        """Factors [R or 1, T, 1, D/2] at ``positions`` [R or 1, T], clamped to the last row."""
         return self.table[positions.clamp(max=len(self.table) - 1)][:, :, None]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -154,8 +150,8 @@ class LlamaGenAttention(nn.Module):
     def forward(
         self, x: Tensor, factors: Tensor, bias: Mask, memory: Memory | None, last: int = 0
     ) -> Tensor:
-        """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds
-        under ``bias``; only the ``last`` of the T positions, if given.
+        """Attend ``x`` [R, T, C] to itself (causally) or, with ``memory``, to its slots under
+        ``bias``; only the ``last`` of the T positions, if given.
         """
         rows, steps, _ = x.shape
         qkv = self.wqkv(x).view(rows, steps, 3 * self.heads, -1)
@@ -187,9 +183,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm attention and feed-forward (``inner`` wide, 0: ``config.ffn_dim``), each with a
-    residual.
-    """
+    """Pre-norm attention and feed-forward (``inner``, 0: ``config.ffn_dim``), with residuals."""
 
     def __init__(self, config: GPTConfig, inner: int = 0) -> None:
         super().__init__()
@@ -269,10 +263,10 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Run embeddings ``x`` [R, T, C] through the layers.
 
-        Without ``positions`` [R or 1, T] they are 0 … T-1; without ``memories`` the attention is
-        causal unless an additive ``bias`` [R or 1, 1, T, S] or a tree's mask says otherwise.
-        Returns logits [R, T, V] and the hidden states after the final norm, followed by the inputs
-        of each of ``aux_layers``: [R, T, C · (1 + auxiliary layers)].
+        ``positions`` [R or 1, T] default to 0 … T-1. Without ``memories`` the attention is causal,
+        unless an additive ``bias`` [R or 1, 1, T, S] or a tree's mask is given. Returns logits [R,
+        T, V] and the hidden states after the final norm, followed by the inputs of each of
+        ``aux_layers``: [R, T, C · (1 + auxiliary layers)].
         """
         factors = self.rotary.first(x.shape[1]) if positions is None else self.rotary.at(positions)
         auxiliary = []

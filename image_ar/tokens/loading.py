@@ -92,11 +92,9 @@ def load_gpt(
 def load_vq(
     path: str | Path, config: VQConfig | None = None, *, dtype: torch.dtype = torch.float32
 ) -> VQModel:
-    """The image tokenizer in the file or folder ``path``, in evaluation mode; sizes and errors as
-    ``load_gpt``.
-    """
-    given = (path, VQModel, VQConfig, infer_vq_config, config)
-    return load_module(*given, leftovers=VQ_LEFTOVERS, dtype=dtype)
+    """The image tokenizer in ``path``, in evaluation mode; sizes and errors as ``load_gpt``."""
+    common = (path, VQModel, VQConfig, infer_vq_config, config)
+    return load_module(*common, leftovers=VQ_LEFTOVERS, dtype=dtype)
 
 
 def infer_gpt_config(
@@ -108,8 +106,8 @@ def infer_gpt_config(
 ) -> GPTConfig:
     """Sizes of a LlamaGen ``state`` by its shapes; ``n_head`` also by the published sizes.
 
-    An old file's ``freqs_cis`` table [P + block_size, D/2, 2] tells both. Raises ``ValueError``
-    naming what is needed.
+    The ``freqs_cis`` table [P + block_size, D/2, 2] in an old file gives both. Raises
+    ``ValueError`` naming the sizes that must be given.
     """
     vocab_size, dim = shape_of(state, "tok_embeddings.weight", source)
     ffn_dim = shape_of(state, "layers.0.feed_forward.w1.weight", source)[0]
@@ -119,13 +117,13 @@ def infer_gpt_config(
         rows, half, _ = shape_of(state, "freqs_cis", source)
         n_head = n_head or dim // (2 * half)
         block_size = block_size or rows - prefix.get("cls_token_num", 1)
-    known = (p["n_head"] for p in PUBLISHED.values() if (p["dim"], p["n_layer"]) == (dim, n_layer))
-    n_head = n_head or next(known, None)
+    heads = (p["n_head"] for p in PUBLISHED.values() if (p["dim"], p["n_layer"]) == (dim, n_layer))
+    n_head = n_head or next(heads, None)
     if n_head is None or block_size is None:
-        wanted = "n_head" if n_head is None else "block_size (256 for 256 px, 576 for 384 px)"
+        missing = "n_head" if n_head is None else "block_size (256 for 256 px, 576 for 384 px)"
         raise ValueError(
-            f"{wanted} must be given: {source} does not tell, pass it or put a config.json beside "
-            "the file"
+            f"{missing} must be given, because {source} does not contain it; pass it, or put a "
+            "config.json beside the file"
         )
     config = GPTConfig(dim, n_layer, n_head, vocab_size, block_size, **prefix)
     if config.ffn_dim == ffn_dim:
@@ -143,9 +141,7 @@ def _prefix_sizes(state: Mapping[str, Tensor], source: str | Path) -> dict[str, 
 
 
 def infer_vq_config(state: Mapping[str, Tensor], source: str | Path = "") -> VQConfig:
-    """Sizes of a VQ ``state`` by its shapes; the codebook counts as normalised, as in all published
-    ones.
-    """
+    """Sizes of a VQ ``state`` by its shapes; the codebook counts as normalised, as published."""
     size, width = shape_of(state, "quantize.embedding.weight", source)
     return VQConfig(
         codebook_size=size,
@@ -156,9 +152,7 @@ def infer_vq_config(state: Mapping[str, Tensor], source: str | Path = "") -> VQC
 
 
 def to_lantern(state: Mapping[str, Tensor]) -> State:
-    """LANTERN's names for a LlamaGen ``state``. Raises ``ValueError`` on a name that LlamaGen does
-    not have.
-    """
+    """LANTERN's names for a LlamaGen ``state``. Raises ``ValueError`` for an unknown name."""
     renamed: State = {}
     for key, tensor in state.items():
         layer, rest = _split(key)
@@ -196,8 +190,8 @@ def from_lantern(state: Mapping[str, Tensor]) -> State:
 
 def _split(key: str) -> tuple[str, str]:
     """``("layers.3.", rest)`` of a layer's name, ``("", name)`` of any other."""
-    found = re.match(r"layers\.\d+\.", key)
-    return ("", key) if found is None else (found[0], key[found.end() :])
+    match = re.match(r"layers\.\d+\.", key)
+    return ("", key) if match is None else (match[0], key[match.end() :])
 
 
 def _rename(name: str, table: Mapping[str, str], key: str) -> str:
@@ -221,20 +215,20 @@ def load_drafters(
     target: Transformer, model: Path, drafter: str | Path | None = None
 ) -> dict[str, DrafterHead]:
     """Every drafter in the folder of a ``model``, at ``drafters/<kind>/{model.safetensors,
-    config.json}``, by kind and in the target's dtype. A ``drafter`` in a separate folder replaces
-    the model's drafter of the same kind.
+    config.json}``, by kind and in the target's dtype. A ``drafter`` folder elsewhere replaces the
+    model's drafter of the same kind.
 
     Raises ``ValueError`` for a folder without a drafter, and for a drafter of another target.
     """
-    own = model / "drafters"
-    folders = {kind: own / kind for kind in READERS if (own / kind).is_dir()}
+    shipped = model / "drafters"
+    folders = {kind: shipped / kind for kind in READERS if (shipped / kind).is_dir()}
     if drafter is not None:
         folders[kind_of(drafter)] = Path(drafter)
     return {kind: READERS[kind](folder, target) for kind, folder in folders.items()}
 
 
 def kind_of(drafter: str | Path) -> str:
-    """The kind of the ``drafter`` in a folder of its own; raises ``ValueError`` for none."""
+    """The kind of the drafter in the folder ``drafter``; raises ``ValueError`` if it holds none."""
     file = Path(drafter) / "config.json"
     kinds = {"BlockHead": "block", "EagleHead": "eagle"}
     kind = kinds.get(str(read_json(file).get("model"))) if file.is_file() else None
@@ -267,16 +261,14 @@ def save_drafter(
 ) -> None:
     """Write a drafter's weights and sizes.
 
-    With the target's ``fingerprint`` it is not loaded for another one.
+    With the target's ``fingerprint``, it can be loaded for that target only.
     """
-    known = {} if fingerprint is None else {"target_fingerprint": fingerprint}
-    write_checkpoint(head.state_dict(), head.config.facts() | known, folder, dtype)
+    target_facts = {} if fingerprint is None else {"target_fingerprint": fingerprint}
+    write_checkpoint(head.state_dict(), head.config.facts() | target_facts, folder, dtype)
 
 
 def load_block(folder: Path, target: Transformer) -> BlockHead:
-    """The block drafter in ``folder``; raises ``ValueError`` when it was trained for another
-    target.
-    """
+    """The block drafter in ``folder``; raises ``ValueError`` if it is for another target."""
     facts = read_json(folder / "config.json")
     needed = ("levels", "layers", "aux_layers", "target_fingerprint")
     missing = [key for key in needed if key not in facts]
@@ -326,17 +318,18 @@ def _load_eagle_for(folder: Path, target: Transformer) -> EagleHead:
     return head.to(weight.device)
 
 
-def _check_eagle(path: str | Path, state: State, wanted: Mapping[str, object]) -> None:
+def _check_eagle(path: str | Path, state: State, sizes: Mapping[str, object]) -> None:
+    """Raise :class:`FileError` unless the file has these ``sizes``."""
     file = weights_file(path).with_name("config.json")
     facts = read_json(file) if file.is_file() else {}
     if "embed_tokens.weight" in state:
         facts["vocab_size"], facts["hidden_size"] = state["embed_tokens.weight"].shape
-    for name, value in wanted.items():
+    for name, value in sizes.items():
         if value is not None and facts.get(name, value) != value:
             raise FileError(
                 path,
-                f"is not for it: drafter must be of this target ({name} {value}), got "
-                f"{facts[name]} in the file, train one for it",
+                f"is for another target: drafter must be of this target ({name} {value}), got "
+                f"{facts[name]}; train one for it",
             )
 
 

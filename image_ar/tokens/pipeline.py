@@ -47,9 +47,10 @@ GREY = 226
 
 @dataclass(frozen=True)
 class LlamaGenSettings:
-    """Recommended sampling, class names by id, recommended trees (children by level) by method, the
-    block drafter's acceptance by level and rank [D, K] (the chance that this child is the one
-    kept), and the ``taus`` of methods without a tree to choose: what ``settings.json`` holds.
+    """The content of ``settings.json``: recommended sampling, class names by id, recommended trees
+    (children by level) by method, the block drafter's acceptance by level and rank [D, K] (the
+    probability that this child is the accepted one), and the ``taus`` of methods without a choice
+    of tree.
     """
 
     cfg: float = 1.0
@@ -232,33 +233,31 @@ class LlamaGenPictures(TokenPictures):
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> LlamaGenTarget:
-        """The transformer as a target under these options, or the model's settings where they are
-        None.
-        """
+        """The transformer as a target; options that are None default to the model's settings."""
         filters = dict(temperature=temperature, top_k=top_k, top_p=top_p)
         sampled = self.sampled(cfg=cfg, cfg_interval=cfg_interval, **filters)
         return LlamaGenTarget(self.transformer, *sampled, self.name)
 
     @torch.inference_mode()
     def decode_tokens(self, tokens: Tensor) -> Tensor:
-        """Pictures [B, R, R, 3] uint8 of tokens [B, T], grey where they are ``NOT_DRAWN``, as a
-        callback's may be; see ``pixels``.
+        """Pictures [B, R, R, 3] uint8 of tokens [B, T], grey where a callback's tokens are
+        ``NOT_DRAWN``; see ``pixels``.
         """
         grid = tokens.unflatten(1, (self.grid, self.grid))
         rows = grid.clamp(min=0).split(1)
-        found = torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
+        pixels = torch.cat([to_uint8(self.vq.decode_code(row)) for row in rows])
         cell = self.vq.config.downsampling
         missing = (grid < 0).repeat_interleave(cell, 1).repeat_interleave(cell, 2)
-        return found.masked_fill_(missing[..., None], GREY)
+        return pixels.masked_fill_(missing[..., None], GREY)
 
     pixels = decode_tokens
 
-    def asked(self, given: Mapping[str, Any], target: Any) -> Prompt:
-        """Classes or prompts; raises ``ValueError`` for a kind the model does not draw from."""
-        wanted = either("classes", given["classes"], "class_labels", given["class_labels"])
-        classes = [] if wanted is None else listed(wanted)
-        prompt = [] if given["prompt"] is None else texts_of("prompt", given["prompt"])
-        repeats = given["num_images_per_prompt"]
+    def asked(self, args: Mapping[str, Any], target: Any) -> Prompt:
+        """Classes or prompts; raises ``ValueError`` for the kind that the model does not take."""
+        named = either("classes", args["classes"], "class_labels", args["class_labels"])
+        classes = [] if named is None else listed(named)
+        prompt = [] if args["prompt"] is None else texts_of("prompt", args["prompt"])
+        repeats = args["num_images_per_prompt"]
         if bool(classes) == any(prompt):
             raise ValueError("give either classes or prompt, at least one of them and not both")
         if classes:
@@ -270,11 +269,14 @@ class LlamaGenPictures(TokenPictures):
         if self.takes == "classes":
             raise ValueError("this model draws classes, give classes=… instead of prompt")
         if self.text_encoder is None:
-            raise ValueError("prompt needs from_pretrained(…, text_encoder=FOLDER), that of the T5")
-        found = self.text_encoder(prompt)
-        features = found.condition.to(self.device, self.transformer.dtype)
-        assert found.mask is not None
-        mask = found.mask.to(self.device)
+            raise ValueError(
+                "prompt needs a text encoder, got none: give from_pretrained(…, "
+                "text_encoder=FOLDER), the T5's folder"
+            )
+        encoded = self.text_encoder(prompt)
+        features = encoded.condition.to(self.device, self.transformer.dtype)
+        assert encoded.mask is not None
+        mask = encoded.mask.to(self.device)
         return Prompt(features.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0))
 
 

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class TokenPictures(PicturePipeline[methods.Method]):
-    """Pipelines of models that draw token by token: a family says what its targets are."""
+    """Base of pipelines that draw token by token; a family defines its targets."""
 
     parts: PictureParts
     sampling_options = ("cfg", "cfg_interval", "temperature", "top_k", "top_p")
@@ -43,17 +43,17 @@ class TokenPictures(PicturePipeline[methods.Method]):
     static: ClassVar[type[Any]]  # the target for compiled steps and rounds
 
     def sampled(self, **options: Any) -> tuple[Guidance, Processor]:
-        """Guidance and processor by ``options``; None stands for the model's setting."""
+        """Guidance and processor under ``options``; None stands for the model's setting."""
         chosen = with_options(self.settings, **options)
         processor = Processor(chosen.temperature, chosen.top_k, chosen.top_p)
         return Guidance(chosen.cfg, chosen.cfg_interval), processor
 
     def claimed(self, target: Any) -> Mapping[str, object]:
-        found: Mapping[str, object] = target.processor.settings | target.guidance.settings
-        return found
+        settings: Mapping[str, object] = target.processor.settings | target.guidance.settings
+        return settings
 
     def runnable(self, usual: list[methods.Method]) -> list[methods.Method]:
-        """The ``usual`` methods that it has a drafter for; draft-free SJD if there are none."""
+        """The ``usual`` methods whose drafter it has; SJD, without a drafter, if there are none."""
         return [m for m in usual if self.parts.serves(m)] or [methods.SJD()]
 
     def settle(
@@ -77,8 +77,8 @@ class TokenPictures(PicturePipeline[methods.Method]):
         """
         if not method.static_shapes:
             raise NotCompiled(
-                "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head "
-                f"(rounds all alike), got {method}"
+                "compiled=True needs ar, sjd or a method with a block drafter or an EAGLE head, "
+                f"whose rounds have equal shapes, got {method}"
             )
         prepare_programs(self.device)
         parts = self.parts
@@ -103,14 +103,12 @@ class TokenPictures(PicturePipeline[methods.Method]):
         return batch.of
 
     def draw(self, batch: Batch[methods.Method]) -> Drawn:
-        """See :class:`PicturePipeline`; raises ``ValueError`` for a method that the model has no
-        drafter for.
-        """
+        """See :class:`PicturePipeline`; ``ValueError`` for a method without its drafter here."""
         queue = None
         if len(batch.generators) > batch.rows:
             every = batch.of
-            rest = (batch.generators, batch.rows, batch.ended)
-            queue = Queue(lambda i: every[i : i + 1], *rest)
+            common = (batch.generators, batch.rows, batch.ended)
+            queue = Queue(lambda i: every[i : i + 1], *common)
             first = slice(batch.rows)
             batch = replace(batch, of=batch.of[first], generators=batch.generators[first])
         target = batch.on
@@ -126,9 +124,9 @@ class TokenPictures(PicturePipeline[methods.Method]):
         else:
             none = progress.tokens.new_full((target.length,), NOT_DRAWN)
             tokens = torch.stack([row if len(row) else none for row in queue.tokens])
-        said = run_claim(rule, progress, drafter)
-        whole = not interrupted
-        return Drawn(tokens, tokens, progress.stats, said, float(progress.measured), whole)
+        claim = run_claim(rule, progress, drafter)
+        finished = not interrupted
+        return Drawn(tokens, tokens, progress.stats, claim, float(progress.measured), finished)
 
     def _steps(
         self, batch: Batch[methods.Method], queue: Queue | None
@@ -142,16 +140,16 @@ class TokenPictures(PicturePipeline[methods.Method]):
             return decode_plain(target, prompt, length, uniforms), None, None
         if not method.drafts:  # filters and the draw are part of a round's graph, not of a step's
             _, play = _rounds(target, parts, method, lambda: None)
-            alone = without_drafts()
-            return decode(target, *alone, prompt, length, uniforms, play=play), None, None
-        made, play = _rounds(target, parts, method, lambda: assemble(method, target, parts))
-        target, drafter, rule = made
+            undrafted = without_drafts()
+            return decode(target, *undrafted, prompt, length, uniforms, play=play), None, None
+        run, play = _rounds(target, parts, method, lambda: assemble(method, target, parts))
+        target, drafter, rule = run
         steps = decode(target, drafter, rule, prompt, length, uniforms, queue=queue, play=play)
         return steps, rule, drafter
 
 
 def so_far(progress: Progress, length: int) -> SoFar:
-    """What a run has drawn of pictures of ``length`` tokens, in new memory."""
+    """A copy of the tokens drawn so far of pictures of ``length`` tokens."""
     counts = progress.counts.clamp(max=length)
     drawn = torch.arange(length, device=counts.device) < counts[:, None]
     tokens = progress.tokens[:, :length].where(drawn, NOT_DRAWN)
@@ -162,9 +160,9 @@ def _rounds(
     target: DrawingTarget, parts: PictureParts, method: Method, assembled: Callable[[], T]
 ) -> tuple[T, Play]:
     """The parts that rounds of ``method`` use, and the function that runs a round: the uncompiled
-    one, or a program, which calls share together with its ``assembled`` parts.
+    function, or a program that calls share together with its ``assembled`` parts.
     """
     if not target.static_shapes:
         return assembled(), one_round
-    own = ("round", parts.made.get("static of"), methods.filed(method))
-    return parts.once(own, lambda: (assembled(), round_program(target.device)))
+    key = ("round", parts.made.get("static of"), methods.filed(method))
+    return parts.once(key, lambda: (assembled(), round_program(target.device)))

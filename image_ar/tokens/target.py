@@ -28,9 +28,7 @@ from specmm.verify.rule import VerifyResult
 
 @dataclass
 class Prompt:
-    """Conditions of a batch: class ids [B], or caption features [B, P, caption_dim] with their
-    ``mask`` [B, P].
-    """
+    """Conditions: class ids [B], or caption features [B, P, caption_dim] with ``mask`` [B, P]."""
 
     condition: Tensor
     mask: Tensor | None = None
@@ -45,7 +43,7 @@ class Prompt:
 class LlamaGenTarget:
     """A :class:`Transformer` with a cache; one instance serves one batch at a time.
 
-    ``aux_layers`` are those whose inputs the drafter reads beside the last hidden state.
+    ``aux_layers`` are the layers whose inputs the drafter reads beside the last hidden state.
     """
 
     state: ClassVar[tuple[str, ...]] = ("cache",)
@@ -96,7 +94,7 @@ class LlamaGenTarget:
 
     @property
     def line(self) -> int:
-        """Tokens a row, as ``columns``: no token ends a row."""
+        """Tokens a row with its end token: as ``columns``, since no token ends a row."""
         return self.columns
 
     @property
@@ -139,13 +137,11 @@ class LlamaGenTarget:
 
     @torch.inference_mode()
     def start_row(self, row: int, prompt: Prompt) -> TargetOutput:
-        """Begin ``prompt``, of one picture, in ``row``; see
-        :class:`specmm.core.target.BatchingTarget`.
-        """
-        alone = LlamaGenTarget(self.model, self.guidance, self.processor, self.name)
-        alone.aux_layers = self.aux_layers
-        output = alone.prefill(prompt, 0)
-        self.cache.take(row, alone.cache)
+        """Begin ``prompt``, of one picture, in ``row``; as ``BatchingTarget.start_row``."""
+        row_target = LlamaGenTarget(self.model, self.guidance, self.processor, self.name)
+        row_target.aux_layers = self.aux_layers
+        output = row_target.prefill(prompt, 0)
+        self.cache.take(row, row_target.cache)
         return output
 
     @torch.inference_mode()
@@ -160,9 +156,7 @@ class LlamaGenTarget:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
-        """One plain step. All rows have the same length here, so slices serve and, without padding,
-        no mask is needed.
-        """
+        """One plain step. Rows have equal lengths: slices serve, with a mask for padding only."""
         cache = self.cache
         done = self.model.config.cls_token_num + self.steps
         self.steps += 1
@@ -199,7 +193,7 @@ class LlamaGenTarget:
 
     def drawn_logits(self, logits: Tensor, drawn: Tensor) -> Tensor:
         """Guided logits [B, P, V] from ``logits`` [R, P, V] of all branches; ``drawn`` [B, 1 or P]
-        are the tokens' numbers in their pictures, from 0.
+        are the tokens' indices in their pictures, from 0.
         """
         return self.guide(logits, drawn + self.model.config.cls_token_num - 1)
 
@@ -218,7 +212,7 @@ class LlamaGenTarget:
         return TargetOutput(self.processor(guided), hidden, ends)
 
     def guide(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Logits [B, N, V] of both branches' [R, N, V] at ``positions`` [1 or R, N]."""
+        """Guided logits [B, N, V] from both branches' [R, N, V] at ``positions`` [1 or R, N]."""
         return self.guidance.mix(logits, positions, self.model.config.cls_token_num)
 
     def _hide_padding(self, mask: Tensor | None, prefix: int) -> Tensor | None:
@@ -229,24 +223,24 @@ class LlamaGenTarget:
         if mask is None and prefix == 1:
             return None
         device = self.cache.lengths.device
-        seen = torch.ones(prefix, prefix, dtype=torch.bool, device=device).tril()[None]
+        keep = torch.ones(prefix, prefix, dtype=torch.bool, device=device).tril()[None]
         if mask is not None:
             padded = (mask == 0).repeat(self.guidance.branches, 1)
             shape = (len(padded), self.cache.size.capacity)
             hidden = torch.zeros(shape, dtype=torch.bool, device=device)
             hidden[:, :prefix] = padded
             self.cache.hidden_prefix = hidden
-            seen = (seen & ~padded[:, None]) | torch.eye(prefix, dtype=torch.bool, device=device)
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=device)
-        return bias.masked_fill_(~seen, float("-inf"))[:, None]
+            keep = (keep & ~padded[:, None]) | torch.eye(prefix, dtype=torch.bool, device=device)
+        bias = torch.zeros(keep.shape, dtype=self.dtype, device=device)
+        return bias.masked_fill_(~keep, float("-inf"))[:, None]
 
 
 class StaticTarget(LlamaGenTarget):
     """A class-conditional target whose plain step has the same shapes, and the same memory, at
     every call.
 
-    A step attends all slots of the cache under a mask and writes by index; the eager one slices and
-    needs no mask.
+    A step attends all slots of the cache under a mask and writes by index; the uncompiled step
+    slices the cache instead.
     """
 
     static_shapes: ClassVar[bool] = True
@@ -260,7 +254,7 @@ class StaticTarget(LlamaGenTarget):
         self.run = partial(compiled(StaticTarget.logits_of, self.device), self)
 
     def _new_cache(self, size: CacheSize, device: torch.device) -> Cache:
-        """The cache of the first call, whose memory all steps use."""
+        """The first call's cache, if it fits: all steps use its memory."""
         kept = vars(self).get("cache")
         cache = Cache.again(kept, size, self.dtype, device)
         if cache is not kept:
@@ -279,9 +273,7 @@ class StaticTarget(LlamaGenTarget):
         return TargetOutput(self.processor(guided), hidden, extremes(guided))
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One tree-attention forward, in the caller's inference mode: entering one would break a
-        compiled program.
-        """
+        """One tree-attention forward; entering inference mode would break a compiled program."""
         return self._scored(tree)
 
     def logits_of(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -310,6 +302,6 @@ def log_likelihood(target: LlamaGenTarget, prompt: Prompt, tokens: Tensor) -> Te
     first = judge.prefill(prompt, tokens.shape[1]).probs[:, -1:]  # [B, 1, V]
     chain = TreeShape.chain(tokens.shape[1] - 1, tokens.device)
     # the distribution after token i is that of token i + 1
-    rest = judge.score(DraftTree(tokens, chain)).probs[:, :-1]
-    chosen = torch.cat([first, rest], dim=1).gather(-1, tokens[..., None]).squeeze(-1)
+    later = judge.score(DraftTree(tokens, chain)).probs[:, :-1]
+    chosen = torch.cat([first, later], dim=1).gather(-1, tokens[..., None]).squeeze(-1)
     return chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log().mean(1)

@@ -31,8 +31,8 @@ def accept(
     leaves_first: bool = False,
     greedy: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Path [B, D + 1] padded with -1, nodes kept [B] and next token [B], as
-    ``specmm.verify.rule.sample_result`` has them.
+    """Path [B, D + 1] padded with -1, number of accepted nodes [B] and next token [B], as in
+    ``specmm.verify.rule.VerifyResult``.
 
     ``probs`` [B, N, V] (float32 or float64) are the target's distributions, ``tokens`` [B, N] and
     ``parents`` [1 or B, N] the tree's, D = ``depth`` its deepest level, ``drafts`` [B, N, V] the
@@ -42,7 +42,7 @@ def accept(
     Siblings are tested in turn: min(1, p / q), then p <- norm((p - q)+)
     (``specmm.verify.exact.Recursive``). With ``leaves_first`` nodes are tested in post-order
     instead (``specmm.verify.bottom_up.Traversal``; on a chain that is block verification). If
-    ``greedy``, a draft is kept where it is the target's likeliest token, and nothing is drawn
+    ``greedy``, a draft is kept if it is the target's likeliest token, and nothing is drawn
     (``specmm.verify.exact.GreedyMatch``). Raises ``ValueError`` on sizes and types that do not fit
     together.
     """
@@ -70,6 +70,7 @@ def _(
 def _check(
     probs: Tensor, tokens: Tensor, parents: Tensor, uniforms: Tensor, drafts: Tensor | None
 ) -> None:
+    """Raise ``ValueError`` for sizes and dtypes that do not fit together."""
     batch, nodes = tokens.shape
     if probs.shape[:2] != tokens.shape or parents.shape not in ((1, nodes), (batch, nodes)):
         raise ValueError(
@@ -96,7 +97,7 @@ def by_rule(
     leaves_first: bool,
     greedy: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``accept`` by the core's own rules and PyTorch's operators, where Triton does not run."""
+    """``accept`` by the core's rules and PyTorch's operators, for devices without Triton."""
     rule: Rule = GreedyMatch() if greedy else Traversal() if leaves_first else Recursive()
     tree = DraftTree(tokens, TreeShape(parents, depth, tokens.shape[1]), drafts)
     result = sample_result(rule.decisions(tree, probs), tree.shape, uniforms)
@@ -114,8 +115,8 @@ class FusedOptions(TypedDict, total=False):
 def decide_fused(
     rule: Rule, tree: DraftTree, p: Tensor, uniforms: UniformSource
 ) -> VerifyResult | None:
-    """The result of ``decide`` by one launch, on the same uniforms; None for rules the kernel does
-    not know.
+    """The result of ``decide`` in one launch, on the same uniforms; None for rules that the kernel
+    does not know.
 
     It knows greedy match, recursive, point mass, block and traversal verification.
     """
@@ -130,8 +131,8 @@ def decide_fused(
 
 
 def fused_options(rule: Rule, tree: DraftTree) -> FusedOptions | None:
-    """The arguments with which ``accept`` is ``rule``; None for an unsupported rule. Third-party
-    rules are never supported: they may subclass ours and decide differently.
+    """The arguments that make ``accept`` equal to ``rule``; None for unsupported rules. Third-party
+    rules are unsupported: they may subclass ours and decide differently.
     """
     if maker_of(rule):
         return None

@@ -1,4 +1,4 @@
-"""Distributions in Triton: the likeliest token of one, and a token drawn from one.
+"""Distributions in Triton: the likeliest token, and sampling.
 
 Shape letters: V vocabulary.
 """
@@ -17,17 +17,17 @@ LEAST = tl.constexpr(1.1754944e-38)  # a draft of zero mass divides by this
 
 @triton.jit
 def argmax(row, V, BLOCK: tl.constexpr):
-    """The first place that has the largest of a row."""
+    """The first index of a row's largest value."""
     top = tl.full([], float("-inf"), row.dtype.element_ty)
-    place = tl.full([], 0, tl.int32)
+    index = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         x = tl.load(row + v, mask=v < V, other=float("-inf"))
         best = tl.max(x, 0)
         if best > top:
-            place = tl.min(tl.where(x == best, v, V), 0)
+            index = tl.min(tl.where(x == best, v, V), 0)
             top = best
-    return place
+    return index
 
 
 @triton.jit
@@ -39,15 +39,15 @@ def draw(now, uniform, V, BLOCK: tl.constexpr):
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         total += tl.sum(tl.load(now + v, mask=v < V, other=0.0), 0)
-    wanted = uniform * total
+    threshold = uniform * total
     done = tl.zeros_like(total)
-    found = tl.full([], 2**31 - 1, tl.int32)
+    token = tl.full([], 2**31 - 1, tl.int32)
     last = tl.full([], 0, tl.int32)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
         mass = tl.load(now + v, mask=v < V, other=0.0)
-        hit = (mass > 0) & (done + tl.cumsum(mass, 0) > wanted)
-        found = tl.minimum(found, tl.min(tl.where(hit, v, 2**31 - 1), 0))
+        hit = (mass > 0) & (done + tl.cumsum(mass, 0) > threshold)
+        token = tl.minimum(token, tl.min(tl.where(hit, v, 2**31 - 1), 0))
         last = tl.maximum(last, tl.max(tl.where(mass > 0, v, 0), 0))
         done += tl.sum(mass, 0)
-    return tl.minimum(found, last)
+    return tl.minimum(token, last)

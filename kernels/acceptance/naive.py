@@ -14,7 +14,7 @@ from specmm.verify.naive import Result
 def accept(
     result: Result, parents: Sequence[int], uniforms: Sequence[float]
 ) -> tuple[list[int], int]:
-    """Nodes kept, root first, and the next token, from a ``result`` of ``specmm.verify.naive``.
+    """Accepted nodes, root first, and the next token, from a ``result`` of ``specmm.verify.naive``.
 
     ``uniforms`` [N + 1]: one uniform for each node, the last for the next token.
     """
@@ -26,8 +26,8 @@ def accept(
         path = _up(parents, next(filter(hit.__getitem__, order), 0))
     probs = following[path[-1]]
     reached = list(accumulate(probs))
-    wanted = uniforms[-1] * reached[-1]
-    token = next(t for t, mass in enumerate(probs) if mass > 0 and reached[t] > wanted)
+    threshold = uniforms[-1] * reached[-1]
+    token = next(t for t, mass in enumerate(probs) if mass > 0 and reached[t] > threshold)
     return path, token
 
 

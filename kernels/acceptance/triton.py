@@ -38,23 +38,23 @@ def accept(
     """Path, kept and next token; for the arguments see ``specmm.kernels.acceptance.accept``."""
     batch, nodes, vocabulary = probs.shape
     path = parents.new_full((batch, depth + 1), -1)
-    found = path, parents.new_empty(batch), parents.new_empty(batch)
-    given = [x.contiguous() for x in (probs, tokens, parents)]
+    results = path, parents.new_empty(batch), parents.new_empty(batch)
+    inputs = [x.contiguous() for x in (probs, tokens, parents)]
     sizes = nodes, len(parents), depth + 1, vocabulary
     block = dict(BLOCK=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=WARPS)
     if greedy:
-        follow[(batch,)](*given, *found, *sizes, **block)
-        return found
-    given += [uniforms.contiguous(), probs if drafts is None else drafts.contiguous()]
+        follow[(batch,)](*inputs, *results, *sizes, **block)
+        return results
+    inputs += [uniforms.contiguous(), probs if drafts is None else drafts.contiguous()]
     drawn = dict(DRAWN=drafts is not None, **block)
     if leaves_first:
         scratch = probs.new_empty(batch, depth + 1, vocabulary)
         every = triton.next_power_of_2(nodes)
-        climb[(batch,)](*given, scratch, *found, *sizes, NODES=every, **drawn)
-        return found
+        climb[(batch,)](*inputs, scratch, *results, *sizes, NODES=every, **drawn)
+        return results
     scratch = probs.new_empty(batch, SCRATCH.value, vocabulary)
-    walk[(batch,)](*given, scratch, *found, *sizes, **drawn)
-    return found
+    walk[(batch,)](*inputs, scratch, *results, *sizes, **drawn)
+    return results
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def follow(
     probs_ptr, tokens_ptr, parents_ptr, path_ptr, kept_ptr, next_ptr,
     nodes, shapes, levels, V, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's path, kept and next token by the likeliest token of each node that is reached."""
+    """One row's path, kept and next token: the likeliest token of each reached node decides."""
     row = tl.program_id(0).to(tl.int64)
     parents = parents_ptr + row % shapes * nodes
     tokens = tokens_ptr + row * nodes
@@ -82,14 +82,14 @@ def follow(
 
 
 @triton.jit
-def _at(values, place, index):
-    """Element ``index`` of the register vector ``values``, whose places are ``place``."""
-    return tl.sum(tl.where(place == index, values, 0), 0)
+def _at(values, order, index):
+    """Element ``index`` of the register vector ``values``; ``order`` is 0, 1, … of its length."""
+    return tl.sum(tl.where(order == index, values, 0), 0)
 
 
 @triton.jit
-def _rest(now, scale, token, draft, v, V, DRAWN: tl.constexpr):
-    """(``scale`` ``now`` - q)+ of the tokens ``v`` [BLOCK]; a point mass takes the whole token."""
+def _residual(now, scale, token, draft, v, V, DRAWN: tl.constexpr):
+    """(``scale`` ``now`` - q)+ of the tokens ``v`` [BLOCK]; a point mass removes its token."""
     target = tl.load(now + v, mask=v < V, other=0.0) * scale
     if DRAWN:
         return tl.maximum(target - tl.load(draft + v, mask=v < V, other=0.0), 0.0)
@@ -102,9 +102,9 @@ def _reject(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.con
     total = tl.full([], 0.0, now.dtype.element_ty)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        rest = _rest(now, scale, token, draft, v, V, DRAWN)
-        tl.store(out + v, rest, mask=v < V)
-        total += tl.sum(rest, 0)
+        residual = _residual(now, scale, token, draft, v, V, DRAWN)
+        tl.store(out + v, residual, mask=v < V)
+        total += tl.sum(residual, 0)
     tl.debug_barrier()  # other threads of the program gather from it
     return total
 
@@ -117,8 +117,8 @@ def walk(
 ):  # fmt: skip
     """One row's path, kept and next token: siblings are tested in turn from the root down.
 
-    Nodes are visited in ascending order. A child of the node reached so far is tested: if accepted,
-    it becomes the node reached; if rejected, it changes the target for its later siblings.
+    Nodes are visited in ascending order. Children of the deepest accepted node are tested: an
+    accepted child becomes that node; a rejected child changes the target for its later siblings.
     ``scale`` makes the total of the target ``now`` 1.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -166,20 +166,20 @@ def _lower(now, out, scale, token, draft, V, DRAWN: tl.constexpr, BLOCK: tl.cons
     total = tl.full([], 0.0, now.dtype.element_ty)
     for start in range(0, V, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        total += tl.sum(_rest(now, scale, token, draft, v, V, DRAWN), 0)
+        total += tl.sum(_residual(now, scale, token, draft, v, V, DRAWN), 0)
     if total > 0:
         for start in range(0, V, BLOCK):
             v = start + tl.arange(0, BLOCK)
-            tl.store(out + v, _rest(now, scale, token, draft, v, V, DRAWN), mask=v < V)
+            tl.store(out + v, _residual(now, scale, token, draft, v, V, DRAWN), mask=v < V)
     tl.debug_barrier()  # other threads of the program gather from it
     return total
 
 
 @triton.jit
-def _probs(probs, scratch, moved, place, node, depth, V):
+def _probs(probs, scratch, moved, order, node, depth, V):
     """Address of the distribution of ``node``, at ``depth``."""
     now = probs + node * V
-    if _at(moved, place, node) > 0:
+    if _at(moved, order, node) > 0:
         now = scratch + depth * V
     return now
 
@@ -213,8 +213,8 @@ def climb(
     probs = probs_ptr + row * nodes * V
     scratch = scratch_ptr + row * levels * V
     drafts = drafts_ptr + row * nodes * V
-    place = tl.arange(0, NODES)
-    parent = tl.load(parents + place, mask=place < nodes, other=-1).to(tl.int32)
+    order = tl.arange(0, NODES)
+    parent = tl.load(parents + order, mask=order < nodes, other=-1).to(tl.int32)
     reach = tl.full([NODES], 1.0, probs_ptr.dtype.element_ty)  # r of the nodes on the path
     scale = tl.full([NODES], 1.0, probs_ptr.dtype.element_ty)  # makes a distribution's total 1
     moved = tl.zeros([NODES], tl.int32)  # whether a node's distribution lies in scratch
@@ -223,13 +223,13 @@ def climb(
     depth = tl.full([], 0, tl.int32)
     walking = tl.full([], 1, tl.int32)
     while walking > 0:
-        r = _at(reach, place, node)
-        child = tl.min(tl.where((parent == node) & (place > after), place, NODES), 0)
+        r = _at(reach, order, node)
+        child = tl.min(tl.where((parent == node) & (order > after), order, NODES), 0)
         if child < NODES:
-            now = _probs(probs, scratch, moved, place, node, depth, V)
-            share = _at(scale, place, node)
+            now = _probs(probs, scratch, moved, order, node, depth, V)
+            share = _at(scale, order, node)
             entered = _chance(now, share, r, tl.load(tokens + child), drafts + child * V, DRAWN)
-            reach = tl.where(place == child, entered, reach)
+            reach = tl.where(order == child, entered, reach)
             node = child
             after = child
             depth = depth + 1
@@ -237,25 +237,25 @@ def climb(
             kept = (node == 0) | (tl.load(uniforms + node) < r)
             walking = tl.where(kept, 0, 1)
             if not kept:
-                up = _at(parent, place, node)
-                now = _probs(probs, scratch, moved, place, up, depth - 1, V)
+                up = _at(parent, order, node)
+                now = _probs(probs, scratch, moved, order, up, depth - 1, V)
                 out = scratch + (depth - 1) * V
-                before = _at(reach, place, up)
-                share = _at(scale, place, up) * before
+                before = _at(reach, order, up)
+                share = _at(scale, order, up) * before
                 token = tl.load(tokens + node)
                 total = _lower(now, out, share, token, drafts + node * V, V, DRAWN, BLOCK)
                 if total > 0:  # else it does not change
-                    scale = tl.where(place == up, 1 / total, scale)
-                    moved = tl.where(place == up, 1, moved)
+                    scale = tl.where(order == up, 1 / total, scale)
+                    moved = tl.where(order == up, 1, moved)
                 raised = tl.where(before < 1, total / (total + 1 - before), 1.0)
-                reach = tl.where(place == up, raised, reach)
+                reach = tl.where(order == up, raised, reach)
                 after = node
                 node = up
                 depth = depth - 1
-    now = _probs(probs, scratch, moved, place, node, depth, V)
+    now = _probs(probs, scratch, moved, order, node, depth, V)
     tl.store(kept_ptr + row, depth + 1)
     tl.store(next_ptr + row, draw(now, tl.load(uniforms + nodes), V, BLOCK))
     while depth >= 0:
         tl.store(path_ptr + row * levels + depth, node)
-        node = _at(parent, place, node)
+        node = _at(parent, order, node)
         depth = depth - 1

@@ -19,7 +19,7 @@ def kv_commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: 
     [A, R, S, H, D].
 
     ``path`` [B, M] int64 ascends in its first ``kept`` [B] nodes; ``lengths`` [B] int64 is not
-    changed. ``data`` may have any strides but the last, so that caches of [R, H, S, D] come
+    changed. ``data`` may have any strides except the last, so caches of [R, H, S, D] can be passed
     transposed. Raises ``ValueError`` on sizes that do not fit together.
     """
     _check(data, path, kept, lengths)
@@ -37,7 +37,7 @@ def _(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> 
 
 
 def commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """:func:`kv_commit`, without the operator's overhead where PyTorch's operators do the work."""
+    """:func:`kv_commit`, without the operator's overhead if PyTorch's operators do the work."""
     if backend(data.device) == "triton":
         kv_commit(data, path, kept, lengths, first)
     else:
@@ -45,6 +45,7 @@ def commit(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int
 
 
 def _check(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor) -> None:
+    """Raise ``ValueError`` for sizes and strides that do not fit together."""
     if data.ndim != 5 or data.stride(-1) != 1 or data.shape[1] % len(path):
         raise ValueError(
             f"data must be [A, R, S, H, D] with R a multiple of the {len(path)} paths and a dense "
@@ -58,27 +59,27 @@ def _check(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor) -> None:
 
 
 def _indexed(data: Tensor, path: Tensor, kept: Tensor, lengths: Tensor, first: int) -> None:
-    """KV commit by index operators. Every row moves M entries: in place of rejected ones its first
-    again, which stays where it is if nothing is accepted.
+    """KV commit by index operators. Every row moves M entries: instead of rejected entries it moves
+    its first entry again, which stays in its slot if nothing is accepted.
     """
     order = torch.arange(path.shape[1], device=path.device)
     order = torch.where(order < kept[:, None], order, 0)  # [B, M]
     source = first + path.gather(1, order).clamp(min=0)
-    wanted = torch.where(kept[:, None] > 0, lengths[:, None] + order, source)
+    destination = torch.where(kept[:, None] > 0, lengths[:, None] + order, source)
     rows, slots = data.shape[1:3]
     if rows > len(path):  # guidance branches keep the same nodes
         source = source.repeat(rows // len(path), 1)  # [R, M]
-        wanted = wanted.repeat(rows // len(path), 1)
+        destination = destination.repeat(rows // len(path), 1)
     if data.stride(1) != slots * data.stride(2):
-        each = torch.arange(rows, device=path.device)[:, None]
-        data[:, each, wanted] = data[:, each, source]
+        row = torch.arange(rows, device=path.device)[:, None]
+        data[:, row, destination] = data[:, row, source]
         return
     if rows > 1:
         first_slot = torch.arange(0, rows * slots, slots, device=path.device)[:, None]
         source = source + first_slot
-        wanted = wanted + first_slot
+        destination = destination + first_slot
     flat = data.flatten(1, 2)  # two thirds of the time of indexing rows and slots
     source = source.flatten()
     # of some rows of a larger memory, index_select would copy all
     moved = flat.index_select(1, source) if data.is_contiguous() else flat[:, source]
-    flat.index_copy_(1, wanted.flatten(), moved)
+    flat.index_copy_(1, destination.flatten(), moved)

@@ -25,6 +25,7 @@ def _move(
     data_ptr, path_ptr, kept_ptr, lengths_ptr, first, rows, batch, moves, heads,
     at_array, at_row, at_slot, at_head, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Move one block of the accepted entries of one row in one array."""
     array = (tl.program_id(0) // rows).to(tl.int64)
     row = (tl.program_id(0) % rows).to(tl.int64)
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

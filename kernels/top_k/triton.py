@@ -1,8 +1,8 @@
 """The k-th largest of a row in Triton, by bisection of its bits.
 
-A program holds a row in registers. Floats are mapped to integers in their order; of the answer one
-bit after the other is settled, the highest first, by counting the entries that are at least as
-large: 32 counts, whatever k is. Shape letters: V vocabulary.
+A program holds a row in registers. Floats are mapped to integers of the same order. The answer's
+bits are determined one by one, the highest first, by counting the entries that are at least as
+large: 32 counts for any k. Shape letters: V vocabulary.
 """
 
 # Triton's functions take pointers and have no types to speak of
@@ -22,6 +22,7 @@ LEAST, MOST = -(2**31), 2**31 - 1  # integers
 def _kth_largest(
     x_ptr, out_ptr, width, k, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """Store one row's ``k``-th largest number."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * width + column, mask=column < width, other=float("-inf"))
@@ -29,11 +30,11 @@ def _kth_largest(
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # of negatives larger bits are less
     order = tl.where(x != x, MOST, order)  # NaN of either sign
     # the sign first: a step of half the range would not fit into an integer
-    found = tl.where(tl.sum((order >= 0).to(tl.int32)) >= k, 0, LEAST)
+    kth = tl.where(tl.sum((order >= 0).to(tl.int32)) >= k, 0, LEAST)
     for i in tl.static_range(31):
-        larger = found + (1 << (30 - i))
-        found = tl.where(tl.sum((order >= larger).to(tl.int32)) >= k, larger, found)
-    bits = tl.where(found < 0, found ^ 0x7FFFFFFF, found)
+        larger = kth + (1 << (30 - i))
+        kth = tl.where(tl.sum((order >= larger).to(tl.int32)) >= k, larger, kth)
+    bits = tl.where(kth < 0, kth ^ 0x7FFFFFFF, kth)
     tl.store(out_ptr + row, bits.to(tl.float32, bitcast=True))
 
 

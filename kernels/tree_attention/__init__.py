@@ -43,11 +43,11 @@ def tree_attention(
     """Attention [R, T, H, D] of a tree's queries ``q`` [R, H, T, D] over ``keys`` and ``values``
     [R, K, S, D].
 
-    Keys and values may have any strides but the last (caches of [R, S, K, D] come transposed); H is
-    a multiple of K. See :class:`TreeMask` for ``words``, ``lengths``, ``first`` and ``hidden``.
-    ``scale`` multiplies the scores. ``splits``: parts the prefix is cut into, 0 for as many as the
-    GPU has use for. A query that may attend nothing gives zeros. Raises ``ValueError`` on sizes
-    that do not fit together.
+    Keys and values may have any strides except the last (caches of [R, S, K, D] can be passed
+    transposed); H is a multiple of K. See :class:`TreeMask` for ``words``, ``lengths``, ``first``
+    and ``hidden``. ``scale`` multiplies the scores. ``splits``: parts into which the prefix is cut,
+    0 for as many as suit the GPU. A query that attends to nothing gives zeros. Raises
+    ``ValueError`` on sizes that do not fit together.
     """
     mask = TreeMask(words, lengths, first, hidden)
     _check(q, keys, values, mask)
@@ -66,8 +66,8 @@ def _(q: Tensor, *others: object, **options: object) -> Tensor:
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, causal: bool = False) -> Tensor:
     """Attention [R, H, T, D] of ``q`` [R, H, T, D] over ``keys`` and ``values`` [R, K, S, D].
 
-    A :class:`TreeMask` goes to the operator; a dense mask, or none, straight to PyTorch's, which
-    costs nothing extra, and a :class:`RaggedMask` by groups of rows.
+    With a :class:`TreeMask` the operator runs, with a dense mask or none PyTorch's attention (at no
+    extra cost), and with a :class:`RaggedMask` attention by groups of rows.
     """
     if isinstance(mask, TreeMask):
         out: Tensor = tree_attention(
@@ -81,6 +81,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, causal: bool 
 
 
 def _check(q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask) -> None:
+    """Raise ``ValueError`` for sizes, dtypes and strides that do not fit together."""
     words, lengths, hidden = mask.words, mask.lengths, mask.hidden
     rows, heads, nodes, width = q.shape
     _, kv, slots, _ = keys.shape

@@ -48,8 +48,8 @@ def forward(
     """Attention [R, T, H, D] of ``query`` [R, H, T, D] over ``key`` and ``value`` [R, K, S, D]."""
     if tree_mask is None:
         mask = None if attention_mask is PLACEHOLDER else attention_mask
-        given = (module, query, key, value, mask)
-        return sdpa_attention_forward(*given, dropout=dropout, scaling=scaling, **options)
+        inputs = (module, query, key, value, mask)
+        return sdpa_attention_forward(*inputs, dropout=dropout, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(tree_mask, PackedMask):
         found = []

@@ -1,4 +1,4 @@
-"""Which slots a tree's nodes attend: in words of ancestors, and as a dense mask.
+"""The slots that a tree's nodes attend to: as words of ancestor bits, and as a dense mask.
 
 Shape letters: R rows, B rows of lengths, T tree nodes, S slots, W = ceil(T / 64) words.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TreeMask:
-    """The slots each node of a tree attends to: its row's committed ones, and its ancestors'.
+    """The slots that each node of a tree attends to: its row's committed slots and its ancestors'.
 
     ``words`` [1 or B, T, W] int64 is :attr:`specmm.core.tree.TreeShape.ancestor_words`; ``lengths``
     [B] int64 counts committed slots, from slot 0 on; node j lies in slot ``first`` + j; ``hidden``
@@ -29,8 +29,8 @@ class TreeMask:
 
 
 class RowGroup(NamedTuple):
-    """Rows from ``start`` to ``stop``, which attend their first ``slots`` slots, the tree's, and
-    those by an additive ``bias`` [rows, 1, up to T, ``slots`` + T].
+    """Rows from ``start`` to ``stop``, which attend to their first ``slots`` slots and the tree's
+    under an additive ``bias`` [rows, 1, up to T, ``slots`` + T].
     """
 
     start: int
@@ -41,8 +41,8 @@ class RowGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class RaggedMask:
-    """The mask of rows of very different lengths, which are attended in ``groups``: a row does not
-    wait for keys of the longest one. The tree lies from slot ``first`` on.
+    """The mask of rows of very different lengths, which run in ``groups``: a row does not read as
+    many keys as the longest row. The tree lies from slot ``first`` on.
     """
 
     groups: Sequence[RowGroup]
@@ -72,7 +72,7 @@ class ChainsMask:
 
 
 class Nodes:
-    """``rows`` of at most ``most`` nodes: all of them, or of each row the first ``sizes`` [R]."""
+    """``rows`` rows of ``most`` nodes: all nodes or, of each row, the first ``sizes`` [R]."""
 
     def __init__(self, rows: int, most: int, sizes: Tensor | None = None) -> None:
         self.rows = rows
@@ -80,8 +80,8 @@ class Nodes:
         self.sizes = sizes
         self.size = rows * most  # M
         if sizes is not None:
-            each = torch.arange(most, device=sizes.device) < sizes[:, None]
-            self.there = each.flatten().nonzero()[:, 0]  # [M], by number
+            used = torch.arange(most, device=sizes.device) < sizes[:, None]
+            self.there = used.flatten().nonzero()[:, 0]  # [M], by number
             self.size = len(self.there)
             self.back = self.there.new_zeros(rows * most)  # an index of ``there``, or any
             self.back[self.there] = torch.arange(self.size, device=sizes.device)
@@ -95,12 +95,12 @@ class Nodes:
         """``x`` [..., M, ...], whose nodes lie along ``axis``, as [..., R, T, ...]; nodes that a
         row lacks get the values of some other node.
         """
-        each = x if self.sizes is None else x.index_select(axis, self.back)
-        return each.unflatten(axis, (self.rows, self.most))
+        padded = x if self.sizes is None else x.index_select(axis, self.back)
+        return padded.unflatten(axis, (self.rows, self.most))
 
 
 class Part(NamedTuple):
-    """The ``nodes`` of some rows, and what they attend in a cache of their own."""
+    """The ``nodes`` of some rows, and their mask over a separate cache."""
 
     nodes: Nodes
     mask: TreeMask | ChainsMask
@@ -111,9 +111,9 @@ class Part(NamedTuple):
 
 
 class PackedMask:
-    """Masks of several ``parts`` whose tokens go through the layers side by side, as one sequence
-    [1, M]: part after part, in each row after row. ``held`` are each part's keys and values in the
-    layer that runs: [R, K, S, D], or of chains [1, K, S', D] for each row.
+    """Masks of several ``parts`` whose tokens run through the layers as one sequence [1, M]: part
+    by part and, within a part, row by row. ``held``: each part's keys and values in the current
+    layer, [R, K, S, D], or of chains [1, K, S', D] for each row.
     """
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -121,11 +121,11 @@ class PackedMask:
         self.held: list[Any] = []
 
     def split(self, x: Tensor, axis: int) -> Sequence[Tensor]:
-        """``x`` [1, ..., M, ...], whose tokens lie along ``axis``, by parts."""
+        """``x`` [1, ..., M, ...] with tokens along ``axis``, by parts."""
         return x.split([part.nodes.size for part in self.parts], axis)
 
     def rows_of(self, x: Tensor, axis: int) -> list[Tensor]:
-        """The parts of ``x`` [1, ..., M, ...], each as [R, ..., T, ...]."""
+        """``x`` [1, ..., M, ...] with tokens along ``axis``, as [R, ..., T, ...] of each part."""
         pairs = zip(self.parts, self.split(x, axis), strict=True)
         return [part.rows_of(piece, axis) for part, piece in pairs]
 
@@ -142,24 +142,24 @@ APART = 2**18  # bytes of keys and values that are read while one more group beg
 
 def ragged(bias: Tensor, lengths: Sequence[int], first: int, width: int) -> Tensor | RaggedMask:
     """The additive mask ``bias`` [R, 1, T, S] of a tree from slot ``first`` on, in groups of rows
-    where that is quicker. Row r has committed ``lengths[r % B]`` slots, of ``width`` bytes a layer.
+    if that is faster. Row r has committed ``lengths[r % B]`` slots, of ``width`` bytes a layer.
     """
-    found: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
     for row in range(len(bias)):
         length = lengths[row % len(lengths)]
-        start, _, most = found[-1] if found else (row, row, 0)
+        start, _, most = blocks[-1] if blocks else (row, row, 0)
         together = (row + 1 - start) * max(most, length)
-        if found and together <= (row - start) * most + length + APART // width:
-            found[-1] = start, row + 1, max(most, length)
+        if blocks and together <= (row - start) * most + length + APART // width:
+            blocks[-1] = start, row + 1, max(most, length)
         else:
-            found.append((row, row + 1, length))
-    if len(found) < 2:
+            blocks.append((row, row + 1, length))
+    if len(blocks) < 2:
         return bias
     groups = []
-    for start, stop, most in found:
+    for start, stop, most in blocks:
         slots = most if 2 * most < first else first  # else nothing is copied
-        own = bias[start:stop]
-        cut = own if slots == first else torch.cat([own[..., :slots], own[..., first:]], -1)
+        mask = bias[start:stop]
+        cut = mask if slots == first else torch.cat([mask[..., :slots], mask[..., first:]], -1)
         groups.append(RowGroup(start, stop, slots, cut))
     return RaggedMask(groups, first)
 
@@ -171,13 +171,13 @@ def unpacked(words: Tensor, nodes: int) -> Tensor:
 
 
 def dense_mask(mask: TreeMask, rows: int, slots: int) -> Tensor:
-    """Whether each of T nodes attends each of S = ``slots`` slots, [R, 1, T, S] bool."""
+    """Whether each of T nodes attends to each of S = ``slots`` slots, [R, 1, T, S] bool."""
     words, lengths, first = mask.words, mask.lengths, mask.first
     nodes = words.shape[1]
-    place = torch.arange(slots, device=words.device)
-    committed = (place < lengths[:, None]).repeat(rows // len(lengths), 1)  # [R, S]
+    slot = torch.arange(slots, device=words.device)
+    committed = (slot < lengths[:, None]).repeat(rows // len(lengths), 1)  # [R, S]
     if mask.hidden is not None:
         committed[:, : mask.hidden.shape[1]] &= ~mask.hidden
-    seen = committed[:, None].repeat(1, nodes, 1)
-    seen[:, :, first : first + nodes] |= unpacked(words, nodes).repeat(rows // len(words), 1, 1)
-    return seen[:, None]
+    visible = committed[:, None].repeat(1, nodes, 1)
+    visible[:, :, first : first + nodes] |= unpacked(words, nodes).repeat(rows // len(words), 1, 1)
+    return visible[:, None]

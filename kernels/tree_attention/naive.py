@@ -17,7 +17,7 @@ def tree_attention(q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask, scal
     """Attention [R, T, H, D] in float64; for the arguments see
     ``specmm.kernels.tree_attention.tree_attention``.
 
-    A query that may attend nothing gives zeros.
+    A query that attends to nothing gives zeros.
     """
     rows, heads, nodes, _ = q.shape
     words, lengths, hidden = mask.words, mask.lengths, mask.hidden
@@ -38,8 +38,6 @@ def tree_attention(q: Tensor, keys: Tensor, values: Tensor, mask: TreeMask, scal
 
 
 def seen_slots(words: Tensor, length: int, nodes: int, first: int) -> list[int]:
-    """Slots that a query of ancestors ``words`` [W] attends: the prefix, then its ancestors from
-    slot ``first`` on.
-    """
+    """Slots attended to with ancestor ``words`` [W]: the prefix, and ancestors from ``first``."""
     bits = [int(words[n // 64]) >> (n % 64) & 1 for n in range(nodes)]
     return [*range(length), *(first + n for n in range(nodes) if bits[n])]

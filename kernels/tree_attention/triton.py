@@ -37,9 +37,7 @@ SIZES = ["first", "batch", "word_rows", "nodes", "splits", "hidden_width"]
 
 @triton.jit
 def _scores(q, k, scale, UPCAST: tl.constexpr):
-    """Scores [M, N] in fp32 of queries [M, D] and keys [N, D]; the interpreter multiplies no
-    bfloat16.
-    """
+    """Scores [M, N], fp32, of queries [M, D] and keys [N, D]; the interpreter lacks bf16 dots."""
     if UPCAST:
         q = q.to(tl.float32)
         k = k.to(tl.float32)
@@ -48,9 +46,7 @@ def _scores(q, k, scale, UPCAST: tl.constexpr):
 
 @triton.jit
 def _weigh(s, top, total):
-    """Online softmax: weights [M, N] of scores ``s``, the factor for earlier sums, the new maximum
-    and total.
-    """
+    """Online softmax: weights [M, N] of ``s``, factor for earlier sums, new maximum and total."""
     new = tl.maximum(top, tl.max(s, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - safe[:, None])
@@ -60,7 +56,7 @@ def _weigh(s, top, total):
 
 @triton.jit
 def _blend(acc, p, v, UPCAST: tl.constexpr):
-    """``acc`` [M, D] plus the values [N, D] by their weights [M, N]."""
+    """``acc`` [M, D] plus the values ``v`` [N, D] weighted by ``p`` [M, N]."""
     if UPCAST:
         return tl.dot(p, v.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
@@ -71,9 +67,7 @@ def _begin(
     q_ptr, nodes, q_row, q_head, q_node, KV: tl.constexpr, GROUP: tl.constexpr,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """This program's row and key/value head, the node and query head of each of its M queries, and
-    the queries.
-    """
+    """This program's row and key/value head; the nodes, heads and values of its M queries."""
     row = (tl.program_id(0) // KV).to(tl.int64)
     head = (tl.program_id(0) % KV).to(tl.int64)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -106,6 +100,7 @@ def _attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HIDDEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """One tile of queries of one head over one split of the prefix; the last also over the tree."""
     row, head, node, query, q = _begin(
         q_ptr, nodes, q_row, q_head, q_node, KV, GROUP, D, BLOCK_M, BLOCK_D
     )
@@ -124,16 +119,16 @@ def _attend(
     part = tl.cdiv(tl.cdiv(length, BLOCK_N), splits) * BLOCK_N
     for start in range(split * part, tl.minimum(length, (split + 1) * part), BLOCK_N):
         slot = start + column
-        seen = slot < length
+        visible = slot < length
         if HIDDEN:
-            known = seen & (slot < hidden_width)
+            known = visible & (slot < hidden_width)
             shut = tl.load(hidden_ptr + row * hidden_width + slot, mask=known, other=0)
-            seen = seen & (shut == 0)
+            visible = visible & (shut == 0)
         slot = slot.to(tl.int64)
-        mask = seen[:, None] & wide[None]
+        mask = visible[:, None] & wide[None]
         k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=mask, other=0.0)
         v = tl.load(v_base + slot[:, None] * v_slot + d[None], mask=mask, other=0.0)
-        s = tl.where(seen[None], _scores(q, k, scale, UPCAST), float("-inf"))
+        s = tl.where(visible[None], _scores(q, k, scale, UPCAST), float("-inf"))
         p, past, top, total = _weigh(s, top, total)
         acc = _blend(acc * past[:, None], p, v, UPCAST)
 
@@ -142,12 +137,12 @@ def _attend(
         # a tile never straddles two words
         word = tl.load(word_at + start // 64, mask=live, other=0)
         other = start + column
-        seen = ((word[:, None] >> (other % 64)[None].to(tl.int64)) & 1) != 0
+        visible = ((word[:, None] >> (other % 64)[None].to(tl.int64)) & 1) != 0
         slot = (first + other).to(tl.int64)
         mask = (other < nodes)[:, None] & wide[None]
         k = tl.load(k_base + slot[:, None] * k_slot + d[None], mask=mask, other=0.0)
         v = tl.load(v_base + slot[:, None] * v_slot + d[None], mask=mask, other=0.0)
-        s = tl.where(seen, _scores(q, k, scale, UPCAST), float("-inf"))
+        s = tl.where(visible, _scores(q, k, scale, UPCAST), float("-inf"))
         p, past, top, total = _weigh(s, top, total)
         acc = _blend(acc * past[:, None], p, v, UPCAST)
     at = ((row * nodes + node) * (KV * GROUP) + query) * splits + split
@@ -206,8 +201,8 @@ def tree_attention(
         **tile,
     )
     grid = (rows * kv, tiles, splits)
-    rest = (mask.lengths, shut, parts, lse, *sizes)
-    _attend[grid](q, keys, values, words, *rest, W=words.shape[-1], **options)
+    common = (mask.lengths, shut, parts, lse, *sizes)
+    _attend[grid](q, keys, values, words, *common, W=words.shape[-1], **options)
     if splits > 1:
         block_d = tile["BLOCK_D"]
         _merge[(rows * nodes * heads,)](parts, lse, out, splits, D=width, BLOCK_D=block_d)
@@ -215,8 +210,8 @@ def tree_attention(
 
 
 def _tile(queries: int, width: int, size: int, shared: int) -> dict[str, int]:
-    """The tiles of a program for ``queries`` of ``width`` numbers of ``size`` bytes, and how many
-    of keys it loads ahead.
+    """A program's tile sizes for ``queries`` of ``width`` numbers of ``size`` bytes, and the number
+    of key tiles that it loads ahead.
     """
     block_d = max(16, triton.next_power_of_2(width))
     block_m = _queries(queries, block_d * size, shared)
@@ -231,9 +226,9 @@ def _tile(queries: int, width: int, size: int, shared: int) -> dict[str, int]:
 
 
 def _queries(wanted: int, size: int, shared: int) -> int:
-    """Queries of ``size`` bytes in a tile: ``wanted`` in all, held in half of the shared memory."""
-    held = triton.next_power_of_2(shared // 2 // size + 1) // 2
-    return min(64, max(16, held), max(16, triton.next_power_of_2(wanted)))
+    """Queries of ``size`` bytes in a tile: at most ``wanted``, in half of the shared memory."""
+    fits = triton.next_power_of_2(shared // 2 // size + 1) // 2
+    return min(64, max(16, fits), max(16, triton.next_power_of_2(wanted)))
 
 
 def shared_memory(device: torch.device) -> int:
@@ -247,11 +242,11 @@ def shared_memory(device: torch.device) -> int:
 
 
 def _splits(programs: int, slots: int, device: torch.device) -> int:
-    """C: enough to fill the GPU, from static sizes only, so that nothing waits for the lengths."""
+    """C: enough to fill the GPU, from static sizes only, so that the host need not read lengths."""
     if device.type != "cuda":
         return 1
-    wanted = triton.cdiv(
+    enough = triton.cdiv(
         WAVES * torch.cuda.get_device_properties(device).multi_processor_count, programs
     )
     longest = triton.cdiv(slots, MOST_SPLIT)
-    return max(1, longest, min(wanted, slots // LEAST_SPLIT))
+    return max(1, longest, min(enough, slots // LEAST_SPLIT))

@@ -50,37 +50,37 @@ class Racer(Protocol):
     out: Any  # the pipeline's output; None until the end
 
     def advance(self, seconds: float) -> None:
-        """Decode for so many ``seconds``, to the end of a round; raises what the pipeline does."""
+        """Decode for ``seconds`` seconds, to the end of a round; raises the pipeline's errors."""
 
     def close(self) -> None:
         """Abandon the run."""
 
 
 def race(lanes: Sequence[Racer], most: float, at_a_time: float = SLICE) -> Iterator[None]:
-    """Run all ``lanes`` to their ends, so many seconds ``at_a_time``; yields whenever they should
-    be displayed, and at the end.
+    """Run all ``lanes`` to their ends, in turns of ``at_a_time`` seconds; yields whenever they
+    should be displayed, and at the end.
 
-    Raises ``ValueError`` when one takes longer than ``most`` seconds.
+    Raises ``ValueError`` if a lane takes longer than ``most`` seconds.
     """
-    shown = spent = 0.0
-    while left := [lane for lane in lanes if lane.out is None]:
-        behind = min(left, key=lambda lane: lane.clock.seconds)
+    shown_at = spent = 0.0
+    while running := [lane for lane in lanes if lane.out is None]:
+        behind = min(running, key=lambda lane: lane.clock.seconds)
         behind.advance(at_a_time)
         now = behind.clock.seconds
         if now > most:
             raise ValueError(
                 f"a run may take {most:.0f} seconds, got longer; is the machine busy? Ask for less"
             )
-        if now - shown > max(EVERY, SHARE * spent):
+        if now - shown_at > max(EVERY, SHARE * spent):
             begin = time.perf_counter()
             yield
-            shown = now
+            shown_at = now
             spent = time.perf_counter() - begin
     yield
 
 
 def verdict(names: Sequence[str], seconds: Sequence[float]) -> str:
-    """Which of two methods was faster, and by how much."""
+    """A sentence: which of two methods was faster, and by how much."""
     fast, slow = sorted(range(2), key=lambda i: seconds[i])
     ratio = seconds[slow] / seconds[fast]
     if names[fast] == names[slow]:

@@ -13,7 +13,8 @@ from specmm.app.lanes import warm_up
 from specmm.app.models import MOST_SECONDS, AppModels, local
 from specmm.app.trace import Node, drawing_of, table_of
 from specmm.methods import AR
-from specmm.runs.run import Kind, methods_of, parse_method
+from specmm.methods.making import parse_method
+from specmm.runs.run import Kind, methods_of
 
 MOST_PARAMETERS = 10
 TRACED = 3  # components of a trace
@@ -29,7 +30,7 @@ CLOCK = (
 
 
 def model_menu(models: AppModels, kind: Kind) -> gr.Dropdown:
-    """The models of a kind; any name may be typed where that is allowed."""
+    """The menu of a kind's models; any name may be typed if that is allowed."""
     names = models.names[kind]
     return gr.Dropdown(
         names,
@@ -42,20 +43,20 @@ def model_menu(models: AppModels, kind: Kind) -> gr.Dropdown:
 
 
 def method_menus(models: AppModels, kind: Kind, name: str) -> tuple[gr.Dropdown, gr.Dropdown]:
-    """The two methods of a model that race; options may be typed: NAME(KEY=VALUE, …)."""
-    known = models.methods(kind, name)
-    given: dict[str, Any] = {"allow_custom_value": True, "min_width": NARROW}
-    plain = gr.Dropdown(known, value=str(AR.name), label="First method", **given)
+    """Menus of the two methods that race; options may be typed: NAME(KEY=VALUE, …)."""
+    names = models.methods(kind, name)
+    common: dict[str, Any] = {"allow_custom_value": True, "min_width": NARROW}
+    plain = gr.Dropdown(names, value=str(AR.name), label="First method", **common)
     usual = models.start(kind, name).method
-    return plain, gr.Dropdown(known, value=usual, label="Second method", **given)
+    return plain, gr.Dropdown(names, value=usual, label="Second method", **common)
 
 
-def parameter_boxes(own: Mapping[str, Any]) -> list[Any]:
-    """Text boxes for a model's parameters; the boxes that it does not need are hidden."""
+def parameter_boxes(defaults: Mapping[str, Any]) -> list[Any]:
+    """Text boxes for a model's parameters; unneeded boxes are hidden."""
     boxes = []
     for i in range(MOST_PARAMETERS):
-        name = list(own)[i] if i < len(own) else ""
-        value = "" if own.get(name) is None else str(own[name])
+        name = list(defaults)[i] if i < len(defaults) else ""
+        value = "" if defaults.get(name) is None else str(defaults[name])
         boxes.append(
             gr.Textbox(label=name or "none", value=value, visible=bool(name), min_width=NARROW)
         )
@@ -73,7 +74,7 @@ def raced(
     """Yields the lanes that ``make`` creates whenever they should be shown, finally when both have
     ended.
 
-    A lane with a new key runs a few rounds first, so that loading and planning do not count.
+    A lane with a new key first runs a few rounds, so that loading and planning do not count.
     """
     for key, each in zip(keys, make, strict=True):
         if key not in models.warmed:
@@ -94,8 +95,8 @@ def result(names: Sequence[str], lanes: Sequence[Any]) -> str:
     """The line above both sides."""
     if any(lane.out is None for lane in lanes):
         return f'<p class="verdict">Racing … {lanes[0].clock.seconds:.1f} s each</p>'
-    found = verdict(names, [lane.clock.seconds for lane in lanes])
-    return f'<p class="verdict" role="status"><b>{found}</b></p>'
+    verdict_line = verdict(names, [lane.clock.seconds for lane in lanes])
+    return f'<p class="verdict" role="status"><b>{verdict_line}</b></p>'
 
 
 def told(
@@ -108,9 +109,9 @@ def told(
     a side from a lane and its name; ``called`` gives a token's text.
     """
     for lanes in race:
-        sides = [part for each, name in zip(lanes, names, strict=True) for part in side(each, name)]
+        sides = [part for lane, name in zip(lanes, names, strict=True) for part in side(lane, name)]
         trace = [gr.skip()] * TRACED
-        if all(each.out is not None for each in lanes):
+        if all(lane.out is not None for lane in lanes):
             trace = TraceView.updates(Trace.of(names, lanes, called))
         yield [result(names, lanes), *sides, *trace]
 
@@ -135,12 +136,12 @@ class Trace:
 
     @property
     def longest(self) -> int:
-        """The number, from 1, of the round with most accepted drafts, and a rejected one if any."""
-        kept = [sum(node.kept for node in nodes) for nodes in self.rounds]
+        """The number, from 1, of the longest accepted round, if possible with a rejected draft."""
+        lengths = [sum(node.kept for node in nodes) for nodes in self.rounds]
         mixed = [
             sum(n.kept for n in nodes) * (not all(n.kept for n in nodes)) for nodes in self.rounds
         ]
-        best = mixed if any(mixed) else kept
+        best = mixed if any(mixed) else lengths
         return best.index(max(best)) + 1
 
     def shown(self, number: float) -> str:

@@ -31,7 +31,7 @@ _workers: WeakKeyDictionary[Any, queue.SimpleQueue[Callable[[], None]]] = WeakKe
 
 
 class Stopped(Exception):
-    """Ends a lane's run, when the user has left or the rest is not needed."""
+    """Raised to end a lane's run if the user has left or its rest is not needed."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ def _work(tasks: queue.SimpleQueue[Callable[[], None]]) -> None:
 class PictureLane:
     """``pipe`` drawing one picture by ``method`` in a thread, which runs only within ``advance``.
 
-    ``counts`` are the tokens made after each round, ``state`` is the last round's report.
+    ``counts`` are the tokens after each round, ``state`` is the last round's report.
     """
 
     def __init__(self, pipe: Any, method: Any, call: dict[str, Any]) -> None:
@@ -107,6 +107,7 @@ class PictureLane:
         self._ended.wait()
 
     def _draw(self) -> None:
+        """Run the pipeline in the lane's thread, whenever ``advance`` lets it."""
         self._go.acquire()
         try:
             with self.clock.running(), watched(self.watch):
@@ -119,6 +120,7 @@ class PictureLane:
         self._paused.release()
 
     def _step(self, pipe: Any, step: int, count: int, state: dict[str, Any]) -> dict[str, Any]:
+        """The callback after a round: hand control back once the turn's time is over."""
         with self.clock.paused():
             self.counts.append(count)
             self.state = state
@@ -142,7 +144,7 @@ class AnswerOutput:
 class TextLane:
     """An answer by ``method``: ``begin`` prepares the run on ``pipe``, outside the clock.
 
-    ``pieces`` are texts so far, each with whether it is of accepted drafts.
+    ``pieces`` are the texts so far, each with whether it comes from accepted drafts.
     """
 
     def __init__(self, pipe: Any, method: Any, begin: Callable[[], Run]) -> None:
@@ -164,14 +166,15 @@ class TextLane:
             self._round()
 
     def _round(self) -> None:
-        said = next(self._rounds, None)
-        if said is None:
+        """Run one round, or store the finished answer."""
+        pieces = next(self._rounds, None)
+        if pieces is None:
             assert self._end is not None
             claim = self._run.certificate(self._end)
             self.out = AnswerOutput(self._end.stats, claim, self._run.method)
             return
-        self.pieces += said[0].pieces
-        self.counts.append(sum(self.counts[-1:]) + said[0].tokens)
+        self.pieces += pieces[0].pieces
+        self.counts.append(sum(self.counts[-1:]) + pieces[0].tokens)
 
     def close(self) -> None:
         self._rounds = iter(())  # drops the last reference to the run, which ends it
@@ -188,7 +191,7 @@ class TextLane:
 
 
 def warm_up(lane: Racer) -> None:
-    """A few rounds whose seconds do not count: they load, plan and allocate."""
+    """Run a few untimed rounds, in which models are loaded, planned and allocated."""
     try:
         while lane.out is None and len(lane.counts) < WARM_UP:
             lane.advance(0.0)
@@ -197,5 +200,5 @@ def warm_up(lane: Racer) -> None:
 
 
 def generator(pipe: Any, seed: int) -> torch.Generator:
-    """The random numbers of ``seed``."""
+    """The generator of ``seed`` for a run of ``pipe``."""
     return torch.Generator(pipe.device).manual_seed(seed)

@@ -18,7 +18,7 @@ COLUMNS = ("method", "speedup", "seconds a picture", "tau", "certificate")
 
 
 def benchmark(models: AppModels) -> None:
-    """Fill the tab."""
+    """Add the tab's components and their events."""
     name = models.names["images"][0]
     with gr.Row():
         model = model_menu(models, "images")
@@ -45,9 +45,9 @@ def benchmark(models: AppModels) -> None:
 
     @in_sentences
     def go(model: str, names: list[str], runs: float, prompt: str) -> tuple[Any, Any]:
-        found = measured(models, model, names, int(runs), prompt)
-        rows = [COLUMNS, *found.astype(str).itertuples(index=False)]
-        return gr.BarPlot(found, visible=True), table(rows, "Medians of whole calls")
+        measurements = measured(models, model, names, int(runs), prompt)
+        rows = [COLUMNS, *measurements.astype(str).itertuples(index=False)]
+        return gr.BarPlot(measurements, visible=True), table(rows, "Medians of whole calls")
 
     @in_sentences
     def renew(name: str) -> Any:

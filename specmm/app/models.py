@@ -26,7 +26,7 @@ TEXT_OPTIONS = ("temperature", "top_k", "top_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Start:
-    """Initial values of a model's tab: the question or prompt ``asked``, and the ``method`` that
+    """Initial values of a model's tab: the question or prompt (``asked``), and the ``method`` that
     races against plain decoding.
     """
 
@@ -49,11 +49,10 @@ STARTS = {
 
 
 class AppModels:
-    """The pocket models and the folders or hub ids ``extra``, by kind; with ``only``, those alone.
+    """The pocket models, or ``only`` these of them, and the folders or hub ids ``extra``, by kind.
 
-    With ``anything`` users may type the names of other models, which are then loaded: not for an
-    app that strangers can reach. ``text_encoder`` reads the prompts of LlamaGen's text-to-image
-    models.
+    With ``anything`` users may load other models by typing their names: not for an app that
+    strangers can reach. ``text_encoder`` reads the prompts of LlamaGen's text-to-image models.
     """
 
     def __init__(
@@ -83,15 +82,15 @@ class AppModels:
         return kinds
 
     def get(self, kind: Kind, name: str) -> Any:
-        """The pipeline of a model. Raises ``ValueError`` for a model of another kind, an unlisted
-        one if only listed ones are served, and one that cannot be loaded.
+        """The pipeline of a model. Raises ``ValueError`` for a model of another kind, for an
+        unlisted model if only listed models are served, and if it cannot be loaded.
         """
         if name not in self.names[kind]:
             listed = ", ".join(self.names[kind]) or "(there are none)"
             if not self.anything:
                 raise ValueError(f"model must be one of {listed}, got {name!r}")
-            if kind not in (found := self._list(name)):
-                raise ValueError(f"{name} is a model of {' and '.join(found)}, not of {kind}")
+            if kind not in (kinds := self._list(name)):
+                raise ValueError(f"{name} is a model of {' and '.join(kinds)}, not of {kind}")
         if (kind, name) not in self._loaded:
             folder = local(name)
             encoder = self.text_encoder
@@ -107,15 +106,15 @@ class AppModels:
         return self._twins[name]
 
     def methods(self, kind: Kind, name: str) -> list[str]:
-        """For a menu: the methods that this model can run here with streamed answers."""
+        """The methods, for a menu, that this model can run here with streamed answers."""
         pipe = self.get(kind, name)
         registry = methods_of(kind, local(name))
-        found = [method for method in registry if registry.get(method).streams]
+        streaming = [method for method in registry if registry.get(method).streams]
         if kind != "images":
-            return [m for m in found if m in (methods.Auto.name,) or pipe.drafters.has(m)]
-        made = [methods.make(registry, method) for method in found]
-        usable = [m.name for m in pipe.runnable(made)]
-        return [m for m in found if m in usable or m == methods.AR.name]
+            return [m for m in streaming if m in (methods.Auto.name,) or pipe.drafters.has(m)]
+        options = [methods.make(registry, method) for method in streaming]
+        usable = [m.name for m in pipe.runnable(options)]
+        return [m for m in streaming if m in usable or m == methods.AR.name]
 
     def start(self, kind: Kind, name: str) -> Start:
         """The initial values of a model's tab."""
@@ -123,29 +122,29 @@ class AppModels:
             return STARTS[name]
         if kind != "images":
             return Start(ASKED[kind], str(methods.Auto.name))
-        known = self.methods(kind, name)
+        listed = self.methods(kind, name)
         usual = family_of(local(name)).compared.split(",")
-        others = known[1:]  # plain decoding, the first, is the other side of the race
-        return Start(method=next((m for m in [*usual, *others] if m in known), known[0]))
+        others = listed[1:]  # plain decoding, the first, is the other side of the race
+        return Start(method=next((m for m in [*usual, *others] if m in listed), listed[0]))
 
     def parameters(self, kind: Kind, name: str) -> dict[str, Any]:
         """A model's parameters by name, with their default values."""
         if kind != "images":
             return {option: getattr(Options(), option) for option in TEXT_OPTIONS}
         pipe = self.get(kind, name)
-        found = {option: getattr(pipe.settings, option) for option in pipe.sampling_options}
-        return found | dict.fromkeys(pipe.call_options)
+        defaults = {option: getattr(pipe.settings, option) for option in pipe.sampling_options}
+        return defaults | dict.fromkeys(pipe.call_options)
 
 
 def local(name: str) -> str:
     """The folder of a hub id, fetched if needed; pocket names and folders unchanged."""
-    known = name in zoo.pocket_models() or Path(name).exists()
-    return name if known else str(zoo.find(name))
+    exists = name in zoo.pocket_models() or Path(name).exists()
+    return name if exists else str(zoo.find(name))
 
 
 def twin(pipe: Any) -> Any:
     """A copy of ``pipe`` that shares its weights."""
-    networks = [part for part in vars(pipe).values() if isinstance(part, nn.Module)]
+    networks = [network for network in vars(pipe).values() if isinstance(network, nn.Module)]
     networks += getattr(pipe.parts, "drafters", {}).values() if hasattr(pipe, "parts") else []
     weights = chain.from_iterable(chain(net.parameters(), net.buffers()) for net in networks)
     return copy.deepcopy(pipe, {id(weight): weight for weight in weights})
@@ -166,16 +165,16 @@ def value_of(name: str, text: str, own: Any) -> Any:
 
 def changed(own: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
     """The parameters whose ``texts`` differ from a model's ``own`` values; an empty text stands for
-    the model's value.
+    the own value.
 
-    Raises ``ValueError`` for texts of another kind.
+    Raises ``ValueError`` for texts that are not values of the parameter's type.
     """
-    given = {name: text for name, text in texts.items() if text.strip() and text != str(own[name])}
-    return {name: value_of(name, text, own[name]) for name, text in given.items()}
+    edited = {name: text for name, text in texts.items() if text.strip() and text != str(own[name])}
+    return {name: value_of(name, text, own[name]) for name, text in edited.items()}
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether the weights are on this machine: some come in packages."""
+    """Whether the model's weights are on this machine; some come in packages."""
     if is_composed(folder):
         return not missing_parts(folder)
     return not (is_packaged(folder) and missing_packages(folder))
@@ -191,8 +190,8 @@ def in_sentences(function: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
     @functools.wraps(function)
     def told(*args: Any) -> Iterator[Any]:
         try:
-            made = function(*args)
-            yield from made if inspect.isgeneratorfunction(function) else [made]
+            result = function(*args)
+            yield from result if inspect.isgeneratorfunction(function) else [result]
         except (ValueError, OSError) as error:
             text = str(error)[:500]
             raise gr.Error(text, print_exception=False, title="That did not work") from None

@@ -1,7 +1,7 @@
 """The app's page and its tabs.
 
-One request runs the models at a time; others wait in a queue of bounded length, which shows them
-their place in it.
+One request runs the models at a time; others wait in a queue of bounded length, which shows their
+places.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def build(models: AppModels, intro: str = INTRO) -> gr.Blocks:
 
 
 def theme() -> Any:
-    """Gradio's theme, in colours with a contrast of at least 4.5 to their background."""
+    """A Gradio theme whose colours have a contrast of at least 4.5 to their background."""
     plain = gr.themes.Default(primary_hue="blue", secondary_hue="blue", **FONTS)
     return plain.set(
         button_primary_background_fill="*primary_700",
@@ -90,7 +90,7 @@ def serve(
 ) -> str:
     """Open ``app`` and return its address; ``wait`` until Ctrl-C.
 
-    ``host`` None listens on this machine alone, or as a hosted space's settings say.
+    ``host`` None listens on this machine only, or as a hosted space's settings say.
     """
     _, address, shared = app.launch(
         server_name=host,

@@ -35,7 +35,7 @@ LONGEST = 500  # letters of a prompt
 
 
 def pictures(models: AppModels) -> None:
-    """Fill the tab."""
+    """Add the tab's components and their events."""
     name = models.names["images"][0]
     with gr.Row():
         model = model_menu(models, "images")
@@ -66,25 +66,25 @@ def pictures(models: AppModels) -> None:
         boxes = parameter_boxes(models.parameters("images", name))
     trace = TraceView()
     settings = [choice, prompt, first, second, seed, *boxes]
-    shown = [verdict, *left, *right, *trace.components]
+    outputs = [verdict, *left, *right, *trace.components]
 
     @in_sentences
     def draw(*values: Any) -> Iterator[list[Any]]:
         yield from drawn(models, *values)
 
-    button.click(draw, [model, *settings], shown, api_name="pictures", **ONE)
+    button.click(draw, [model, *settings], outputs, api_name="pictures", **ONE)
     model.input(in_sentences(partial(renewed, models)), model, settings, **ONE)
 
 
 def _class_menu(models: AppModels, name: str) -> gr.Dropdown:
     classes = classes_of(models, name)
-    asked = models.start("images", name).asked
-    value = asked if asked in classes else next(iter(classes), None)
+    subject = models.start("images", name).asked
+    value = subject if subject in classes else next(iter(classes), None)
     return gr.Dropdown(classes, value=value, label="Class", visible=bool(classes), min_width=NARROW)
 
 
 def renewed(models: AppModels, name: str) -> list[Any]:
-    """The settings of another model."""
+    """Updates of the settings for another model."""
     return [
         _class_menu(models, name),
         gr.Textbox(visible=not classes_of(models, name)),
@@ -103,8 +103,8 @@ def classes_of(models: AppModels, name: str) -> list[str]:
 
 
 def _side(label: str) -> list[Any]:
-    """Picture, line, tokens and file of one method."""
-    given: dict[str, Any] = {"interactive": False, **PLAIN}
+    """Components of one method: picture, line, tokens and file."""
+    common: dict[str, Any] = {"interactive": False, **PLAIN}
     with gr.Column(min_width=NARROW):
         picture = gr.Image(
             blank(),
@@ -113,7 +113,7 @@ def _side(label: str) -> list[Any]:
             alt_text=label,
             elem_classes="picture",
             height="min(320px, 42vw)",
-            **given,
+            **common,
         )
         about = gr.HTML("", elem_classes="line", min_height=60)
         grid = gr.Image(
@@ -122,7 +122,7 @@ def _side(label: str) -> list[Any]:
             alt_text="Its tokens by who made them",
             elem_classes="grid",
             height="min(220px, 34vw)",
-            **given,
+            **common,
         )
         file = gr.DownloadButton("PNG with its record", size="sm", interactive=False)
     return [picture, about, grid, file]
@@ -139,31 +139,31 @@ def drawn(
     *texts: str,
 ) -> Iterator[list[Any]]:
     """Updates of verdict, both sides and trace while both methods draw."""
-    own = models.parameters("images", model)
-    options = changed(own, dict(zip(own, texts, strict=False)))
+    defaults = models.parameters("images", model)
+    options = changed(defaults, dict(zip(defaults, texts, strict=False)))
     pipes = (models.get("images", model), models.twin(model))
-    asked = str(name) if pipes[0].takes == "classes" else prompt
+    subject = str(name) if pipes[0].takes == "classes" else prompt
     chosen = [method_of(models, "images", model, text) for text in (first, second)]
     names = [first, second]
 
     def lane(i: int) -> PictureLane:
-        call = {pipes[i].takes: [asked], "generator": generator(pipes[i], int(seed)), **options}
+        call = {pipes[i].takes: [subject], "generator": generator(pipes[i], int(seed)), **options}
         return PictureLane(pipes[i], chosen[i], call)
 
     waiting = [gr.skip(), gr.skip(), gr.skip(), gr.DownloadButton(interactive=False)] * 2
     yield ["<p class='verdict'>Warming up …</p>", *waiting, *[gr.skip()] * TRACED]
     keys = [("images", model, i, method) for i, method in enumerate(chosen)]
     race = raced(models, keys, [partial(lane, 0), partial(lane, 1)])
-    side = partial(_seen, model=model, asked=asked, seed=int(seed))
+    side = partial(_seen, model=model, subject=subject, seed=int(seed))
     yield from told(names, race, side, str)
 
 
-def _seen(lane: PictureLane, name: str, model: str, asked: str, seed: int) -> list[Any]:
-    """Picture, line, tokens and file of a lane."""
+def _seen(lane: PictureLane, name: str, model: str, subject: str, seed: int) -> list[Any]:
+    """A lane's values of the components of :func:`_side`."""
     total = lane.pipe.grid**2 or "?"
     if lane.pipe.plans == "scales":
         total = len(lane.pipe.transformer.config.patch_nums)
     file = gr.skip()
     if lane.out is not None:
-        file = gr.DownloadButton(value=saved(lane.out, asked, seed), interactive=True)
+        file = gr.DownloadButton(value=saved(lane.out, subject, seed), interactive=True)
     return [preview(lane), line(lane, name, total), tokens_of(lane), file]

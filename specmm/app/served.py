@@ -28,7 +28,7 @@ from specmm.vlm.pictures import open_image
 
 
 class Served:
-    """The models of the server at ``url``, asked with a ``key`` if it wants one.
+    """The models of the server at ``url``, with an API ``key`` if it needs one.
 
     Raises ``ValueError`` for a server that lists no models.
     """
@@ -45,12 +45,12 @@ class Served:
             ) from error
 
     def answer(self, path: str, body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yields the answer so far and, from a specmm server, a line on how it was made ("" until
-        it is sent).
+        """Yields the answer so far and, from a specmm server, a line about its method ("" until it
+        is sent).
 
         Raises ``ValueError`` with the server's own sentence.
         """
-        said, told = "", ""
+        text, note = "", ""
         try:
             with self.client.stream("POST", self.base + path, json={**body, "stream": True}) as got:
                 if got.status_code != 200:
@@ -58,11 +58,11 @@ class Served:
                     raise ValueError(_sentence(got))
                 for line in got.iter_lines():
                     event = event_of(line)
-                    said += "".join(map(said_in, event.get("choices") or ()))
-                    if own := event.get("specmm"):
-                        rate = f"{own['tau']:.2f} tokens a round"
-                        told = f"{own['method']}: {rate}, {own['certificate']}"
-                    yield said, told
+                    text += "".join(map(said_in, event.get("choices") or ()))
+                    if extension := event.get("specmm"):
+                        rate = f"{extension['tau']:.2f} tokens a round"
+                        note = f"{extension['method']}: {rate}, {extension['certificate']}"
+                    yield text, note
         except httpx.HTTPError as error:
             raise ValueError(f"the server does not answer: {sentence_of(error)}") from error
 
@@ -120,7 +120,7 @@ def chat(served: Served) -> gr.Blocks:
     with gr.Blocks(title="specmm", analytics_enabled=False, delete_cache=KEEP) as app:
         gr.Markdown(f"# specmm\nA chat with the models at {served.base}.", elem_classes="intro")
         model = gr.Dropdown(served.models, value=served.models[0], label="Model")
-        told = gr.Markdown("Each answer says here how it was made.", render=False)
+        note = gr.Markdown("Each answer says here how it was made.", render=False)
         gr.ChatInterface(
             in_sentences(ask),
             multimodal=True,
@@ -140,10 +140,10 @@ def chat(served: Served) -> gr.Blocks:
                 gr.Checkbox(label="Continue my text, for models without chats", render=False),
             ],
             additional_inputs_accordion=gr.Accordion("Settings", open=False, render=False),
-            additional_outputs=[told],
+            additional_outputs=[note],
             flagging_mode="never",
             api_visibility="private",
         )
-        told.render()
+        note.render()
     app.queue(max_size=WAITING, api_open=False)
     return app

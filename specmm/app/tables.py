@@ -7,7 +7,7 @@ from html import escape
 
 
 def table(rows: Sequence[Sequence[str]], label: str) -> str:
-    """``rows`` as HTML, the first one its head, called ``label``; keys scroll wide or tall ones."""
+    """``rows``, the first being the head, as an HTML table ``label``; keys scroll large tables."""
     head, *body = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     inside = head.replace("td>", "th>") + "</tr><tr>" + "</tr><tr>".join(body)
     group = f'<div class="scrolled" tabindex="0" role="group" aria-label="{escape(label)}">'

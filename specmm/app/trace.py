@@ -26,11 +26,10 @@ Named = Callable[[int], str]
 
 @dataclass(frozen=True)
 class Node:
-    """A draft, or the root (``parent`` -1), or the token that ended the round (``drawn`` is then
-    False).
+    """A draft, the root (``parent`` -1), or the token that ended the round (not ``drafted``).
 
-    ``q`` is the drafter's probability of it, None where it was chosen and not drawn; ``p`` the
-    target's; ``accept`` the rule's chance to keep it when it is tested.
+    ``q`` is the drafter's probability of it, None if it was chosen, not drawn; ``p`` is the
+    target's; ``accept`` is the probability that the rule keeps it when it is tested.
     """
 
     token: int
@@ -43,24 +42,24 @@ class Node:
 
 
 @torch.inference_mode()
-def nodes_of(told: DecodedRound) -> list[Node]:
-    """The first row's nodes by number, and at last the recovered or bonus token."""
-    tree, probs, rule, result = told
+def nodes_of(round_: DecodedRound) -> list[Node]:
+    """The first row's nodes by number, followed by the recovered or bonus token."""
+    tree, probs, rule, result = round_
     accept = rule.decisions(tree, probs).accept[0].tolist()
     parents = tree.shape.parents[0].tolist()
     depths = tree.shape.depths[0].tolist()
     path = [node for node in result.path[0].tolist() if node >= 0]
-    found = []
+    nodes = []
     for n, token in enumerate(tree.tokens[0].tolist()):
         if depths[n] > tree.levels:
             continue  # padding after a chain that was cut
         q = None if tree.probs is None else float(tree.probs[0, n, token])
         p = 1.0 if n == 0 else float(probs[0, parents[n], token])
-        found.append(Node(token, parents[n], q, p, accept[n], n in path))
+        nodes.append(Node(token, parents[n], q, p, accept[n], n in path))
     last = path[-1]
     token = int(result.next_token[0])
     p = float(probs[0, last, token])
-    return [*found, Node(token, last, None, p, 1.0, True, drafted=False)]
+    return [*nodes, Node(token, last, None, p, 1.0, True, drafted=False)]
 
 
 def table_of(nodes: Sequence[Node], named: Named) -> str:
@@ -90,7 +89,7 @@ def drawing_of(nodes: Sequence[Node], named: Named) -> str:
     height = int(max(y for _, y in places) + DOWN)
     drafts = [node for node in nodes[1:] if node.drafted]
     kept = sum(node.kept for node in drafts)
-    what = f"A tree of {len(drafts)} drafts, of which {kept} were kept"
+    title = f"A tree of {len(drafts)} drafts, of which {kept} were kept"
     lines = []
     texts = []
     for node, (x, y) in zip(nodes, places, strict=True):
@@ -105,16 +104,16 @@ def drawing_of(nodes: Sequence[Node], named: Named) -> str:
         lines.append(f'<circle cx="{x}" cy="{y}" r="5" fill="{colour}"/>')
         weight = "700" if node.kept else "400"
         text = escape(_short(named(node.token)))
-        place = f'x="{x}" y="{y - 9}" text-anchor="middle"'
-        texts.append(f'<text {place} font-weight="{weight}" fill="currentColor">{text}</text>')
+        anchor = f'x="{x}" y="{y - 9}" text-anchor="middle"'
+        texts.append(f'<text {anchor} font-weight="{weight}" fill="currentColor">{text}</text>')
     body = "".join(lines + texts)
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    svg = f'<svg {size} role="img" aria-label="{what}" font-size="12">{body}</svg>'
+    svg = f'<svg {size} role="img" aria-label="{title}" font-size="12">{body}</svg>'
     return f'<div class="scrolled" tabindex="0" role="group" aria-label="Draft tree">{svg}</div>'
 
 
 def _places(nodes: Sequence[Node]) -> list[tuple[float, float]]:
-    """x and y of every node: leaves one below the other, parents amid their children."""
+    """x and y of every node: leaves one below the other, parents centred on their children."""
     children: list[list[int]] = [[] for _ in nodes]
     depths = [0] * len(nodes)
     for n, node in enumerate(nodes[1:], 1):

@@ -33,7 +33,7 @@ Cells = list[float | None]
 
 @torch.inference_mode()
 def preview(lane: PictureLane) -> Image.Image | None:
-    """The picture so far; None before the first round and where unfinished ones have no pixels."""
+    """The picture so far; None before the first round, or if only finished pictures have pixels."""
     if lane.out is not None:
         return _enlarged(lane.out.images[0])
     if not lane.state:
@@ -65,25 +65,26 @@ def tokens_of(lane: PictureLane) -> Image.Image | None:
 
 
 def raster(counts: Sequence[int], total: int) -> Cells:
-    """Cells made in order: the last of each round is the model's own."""
-    own = {count - 1 for count in [1, *counts]}
+    """Cells drawn in order, by whether drafts made them: the last of each round is the model's."""
+    own_cells = {count - 1 for count in [1, *counts]}
     done = max(counts, default=0)
-    return [None if i >= done else float(i not in own) for i in range(total)]
+    return [None if i >= done else float(i not in own_cells) for i in range(total)]
 
 
 def _landed(lane: PictureLane) -> Cells:
-    """Cells of a picture whose tokens come in any order, by the share of their chain's steps that
+    """Cells of a picture whose tokens come in any order: the share of a token's chain steps that
     needed no separate head call.
     """
     cells: Cells = [None] * lane.pipe.grid**2
-    for told in lane.watch.calls:
-        places = told.places[0].tolist()
-        for place in places:
-            cells[place] = 1 - told.calls / len(places) / told.steps
+    for call in lane.watch.calls:
+        places = call.places[0].tolist()
+        for cell in places:
+            cells[cell] = 1 - call.calls / len(places) / call.steps
     return cells
 
 
 def _scales(lane: PictureLane) -> Cells:
+    """Cells of a VAR's scales, by whether the small model drew them."""
     scales = len(lane.pipe.transformer.config.patch_nums)
     done = max(lane.counts, default=0)
     if not lane.watch.turns:  # drafted and verified: the last of a pass is the large model's
@@ -122,7 +123,7 @@ def _square(pen: ImageDraw.ImageDraw, x: int, y: int, side: int, share: float | 
 
 
 def marked(pieces: Sequence[tuple[str, bool]]) -> str:
-    """A text as HTML whose accepted drafts are marked, words left whole."""
+    """A text as HTML with accepted drafts marked, without breaking words."""
     joined: list[tuple[str, bool]] = []
     for text, drafted in pieces:
         if joined and joined[-1][1] == drafted:
@@ -142,16 +143,16 @@ def line(lane: PictureLane | TextLane, name: str, total: int | str) -> str:
         done = max(lane.counts, default=0)
         return f"<b>{escape(name)}</b> {seconds} · {done} of {total}"
     claim = lane.out.certificate
-    found = f"<b>{escape(name)}</b> <b>{seconds}</b> · {counted(lane)}"
+    summary = f"<b>{escape(name)}</b> <b>{seconds}</b> · {counted(lane)}"
     about = claim.kind if claim.tv is None or not claim.tv else f"{claim.kind}, TV {claim.tv:.3f}"
     kind = f'<span class="claim">{about}</span>'
     more = f"<details><summary>Certificate: {kind}</summary>{escape(str(claim))}</details>"
     ran = "" if lane.out.method in (name, name.split("(")[0]) else escape(lane.out.method)
-    return f"{found}<br>{ran}{more}"
+    return f"{summary}<br>{ran}{more}"
 
 
 def counted(lane: PictureLane | TextLane) -> str:
-    """A line on a finished run's savings: forwards, head calls or scales."""
+    """A line about a finished run's savings: forwards, head calls or scales."""
     stats = lane.out.stats
     if isinstance(stats, ChainStats) and lane.watch.calls:
         steps = lane.watch.calls[0].steps
@@ -168,7 +169,7 @@ def counted(lane: PictureLane | TextLane) -> str:
 def saved(out: Any, name: str, seed: int) -> str:
     """The path of the picture of ``out``, a PNG with its record inside, in a new folder.
 
-    The page copies it; older ones are removed, or an app that runs for long would fill the disk.
+    The page copies it; older files are removed, or a long-running app would fill the disk.
     """
     folder = Path(own_folder("pictures").name)
     for old in folder.iterdir():
@@ -181,5 +182,5 @@ def saved(out: Any, name: str, seed: int) -> str:
 
 @functools.cache
 def own_folder(purpose: str) -> tempfile.TemporaryDirectory[str]:
-    """This process's folder for a ``purpose``, deleted when the process ends."""
+    """A folder of this process for a ``purpose``, deleted when the process ends."""
     return tempfile.TemporaryDirectory(prefix=f"specmm-{purpose}-")

@@ -44,10 +44,10 @@ LEGEND = "Marked: accepted drafts. The rest are the model's own tokens."
 
 
 def questions(models: AppModels) -> None:
-    """Fill the tab of questions about pictures."""
+    """Add the components of the tab of questions about pictures."""
     with gr.Row():
         with gr.Column(min_width=NARROW):
-            seen = gr.Image(
+            picture = gr.Image(
                 scenes()[0],
                 label="Picture",
                 alt_text="The picture that is asked about",
@@ -64,16 +64,16 @@ def questions(models: AppModels) -> None:
             question = gr.Textbox(
                 "What do you see in the picture?", label="Question", max_length=LONGEST, lines=2
             )
-    upload.upload(in_sentences(opened_path), upload, seen)
-    _answers(models, "questions", {"model": model, "asked": question, "picture": seen}, "Ask")
+    upload.upload(in_sentences(opened_path), upload, picture)
+    _answers(models, "questions", {"model": model, "asked": question, "picture": picture}, "Ask")
     with gr.Row():
         for scene in scenes():
             example = gr.Button(f"Ask about a {_named(scene)}", size="sm", min_width=90)
-            example.click(partial(str, scene), None, seen, **FREE)
+            example.click(partial(str, scene), None, picture, **FREE)
 
 
 def completion(models: AppModels) -> None:
-    """Fill the tab of texts to continue."""
+    """Add the components of the tab of texts to continue."""
     model = model_menu(models, "text")
     start = models.start("text", models.names["text"][0])
     prompt = gr.Textbox(start.asked, label="Text to continue", lines=2, max_length=LONGEST)
@@ -81,7 +81,7 @@ def completion(models: AppModels) -> None:
 
 
 def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) -> None:
-    """The rest of a tab: methods, both sides and the trace."""
+    """Add the rest of a tab: methods, both sides and the trace."""
     name = models.names[kind][0]
     with gr.Row():
         first, second = method_menus(models, kind, name)
@@ -117,7 +117,7 @@ def _answers(models: AppModels, kind: Kind, asked: dict[str, Any], verb: str) ->
 
 
 def _side() -> list[Any]:
-    """Line and answer of one method."""
+    """Components of one method: line and answer."""
     with gr.Column(min_width=NARROW):
         return [gr.HTML("", elem_classes="line", min_height=60), gr.HTML("", min_height=60)]
 
@@ -134,13 +134,13 @@ def answered(
 ) -> Iterator[list[Any]]:
     """Updates of verdict, both sides and trace while both methods write."""
     model = named["model"]
-    own = models.parameters(kind, model)
-    given = changed(own, dict(zip(own, map(str, values[len(named) :]), strict=False)))
+    defaults = models.parameters(kind, model)
+    edited = changed(defaults, dict(zip(defaults, map(str, values[len(named) :]), strict=False)))
     pipe = models.get(kind, model)
     names = [named["first"], named["second"]]
     chosen = [method_of(models, kind, model, text) for text in names]
     text = short(named["asked"])
-    fixed = {"max_new_tokens": int(named["length"]), **given}
+    fixed = {"max_new_tokens": int(named["length"]), **edited}
     fixed["seed"] = int(named["seed"]) if fixed.get("temperature") else None
     if kind == "questions" and not named["picture"]:
         raise ValueError("a question needs a picture: upload one or click an example")
@@ -172,7 +172,7 @@ def _named(scene: str) -> str:
 
 
 def opened(file: str) -> Any:
-    """An uploaded picture; errors name it by the user's file name."""
+    """An uploaded picture; errors give the user's name of the file."""
     try:
         return open_image(file)
     except ValueError as error:
@@ -180,13 +180,13 @@ def opened(file: str) -> Any:
 
 
 def opened_path(file: str) -> str:
-    """``file``, which can be opened as a picture."""
+    """``file``, after checking that it can be opened as a picture."""
     opened(file)
     return file
 
 
 def short(text: str) -> str:
-    """``text``; raises an error if it is longer than the app serves."""
+    """``text``; raises an error if it is longer than the app allows."""
     if not text.strip() or len(text) > LONGEST:
         raise ValueError(f"write 1 to {LONGEST} letters, got {len(text.strip())}")
     return text
@@ -196,10 +196,10 @@ def short(text: str) -> str:
 def scenes() -> tuple[str, ...]:
     """Paths of new pictures to ask about: coloured shapes, as in the data of ``pocket/llava``."""
     folder = Path(own_folder("scenes").name)
-    found = []
+    paths = []
     for shape, colour, corners in SHAPES:
         image = Image.new("RGB", (SIDE, SIDE), "#e8ebf2")
         getattr(ImageDraw.Draw(image), shape)(corners, fill=colour)
-        found.append(str(folder / f"{colour}-{shape}.png"))
-        image.save(found[-1])
-    return tuple(found)
+        paths.append(str(folder / f"{colour}-{shape}.png"))
+        image.save(paths[-1])
+    return tuple(paths)

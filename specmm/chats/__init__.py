@@ -1,1 +1,1 @@
-"""Chats as people keep them, read into a model's own tokens."""
+"""Reads chats in common file formats into a model's tokens."""

@@ -1,8 +1,8 @@
-"""Chats as people keep them, in one form.
+"""Reads chats in common file formats into one form.
 
 A row is our own (``question``, ``answer``), ShareGPT's (``conversations`` of ``from`` and
-``value``) or has ``messages`` as OpenAI and transformers write them. Files hold an array of JSON,
-lines of JSON or parquet; a folder holds such files, or is one that ``datasets`` saved.
+``value``) or has ``messages`` as OpenAI and transformers write them. Files hold a JSON array, JSON
+lines or parquet; a folder holds such files, or was saved by ``datasets``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Message = dict[str, Any]  # role, content (parts) and, where there are any, thos
 
 
 class Unusable(ValueError):
-    """A row that nothing can be learnt from; rows of one ``kind`` of fault are counted together."""
+    """A row from which nothing can be learnt; rows with one ``kind`` of fault are counted."""
 
     place = ""
 
@@ -67,7 +67,7 @@ class Unusable(ValueError):
 
 @dataclass(frozen=True)
 class Chat:
-    """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``place`` is
+    """``messages``, whose parts stand for the ``images`` and the ``videos`` in order; ``place`` is
     its file and line, ``key`` the digest of its questions, ``sizes`` the sizes of its images if
     known, ``length`` its number of tokens in the template of the model that learns from it.
     """
@@ -83,9 +83,9 @@ class Chat:
 
     def keyed(self) -> Chat:
         """This chat with its ``key`` computed."""
-        asked = [message for message in self.messages if message["role"] != "assistant"]
-        said = json.dumps([asked, self.tools], sort_keys=True, default=str).encode()
-        digest = hashlib.sha256(said)
+        unanswered = [message for message in self.messages if message["role"] != "assistant"]
+        text = json.dumps([unanswered, self.tools], sort_keys=True, default=str).encode()
+        digest = hashlib.sha256(text)
         for source in (*self.images, *self.videos):
             digest.update(hashlib.sha256(bytes_of(source)).digest())
         return replace(self, key=digest.hexdigest()[:16])
@@ -93,20 +93,20 @@ class Chat:
     @property
     def said(self) -> bytes:
         """The key and all messages and tools, as bytes for a digest."""
-        said = json.dumps([self.messages, self.tools], sort_keys=True, default=str)
-        return f"{self.key} {said}".encode()
+        text = json.dumps([self.messages, self.tools], sort_keys=True, default=str)
+        return f"{self.key} {text}".encode()
 
     @property
     def visual(self) -> bool:
-        """Whether there is anything to see."""
+        """Whether it has pictures or videos."""
         return bool(self.images or self.videos)
 
 
 def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -> Chat:
-    """The chat of a ``row`` whose files are named from ``folder``, up to its last answer; with
-    ``unanswered`` empty answers are :data:`UNSAID`, for the target to give.
+    """The chat of a ``row``, up to its last answer; file names are relative to ``folder``. With
+    ``unanswered`` empty answers become :data:`UNSAID`, which the target fills in.
 
-    Raises ``Unusable`` for a row without one, and ``ValueError`` for keys that are not read.
+    Raises ``Unusable`` for a row without a chat, and ``ValueError`` for unknown keys.
     """
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
@@ -119,21 +119,21 @@ def chat_of(row: Any, folder: Path, place: str = "", unanswered: bool = False) -
             f"{', '.join(row) or 'nothing'}"
         )
     _check_keys(place, row, (*READ, *NOTES, *((talk,) if talk else OWN)))
-    listed = {kind: _listed(row, kind) for kind in KINDS}
+    listed = {kind: _listed_media(row, kind) for kind in KINDS}
     sources = {kind: [_source(v, folder) for v in listed[kind]] for kind in KINDS}
-    said = _Said(sources, folder, unanswered)
-    messages = [said.read(entry, place) for entry in _entries(row, talk)]
+    content = _Content(sources, folder, unanswered)
+    messages = [content.read(entry, place) for entry in _entries(row, talk)]
     if row.get("system") and messages and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": [_text(row["system"])]})
     ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not ends:
         raise Unusable("no answer")
     messages = messages[: ends[-1] + 1]
-    asked = [message for message in messages if message["role"] == "user"]
-    if not asked:
+    questions = [message for message in messages if message["role"] == "user"]
+    if not questions:
         raise Unusable("no question")
-    given = said.placed(asked[0 if talk else -1])
-    return Chat(messages, given["image"], given["video"], _tools(row.get("tools")), place)
+    media = content.placed(questions[0 if talk else -1])
+    return Chat(messages, media["image"], media["video"], _tools(row.get("tools")), place)
 
 
 def bytes_of(source: Any) -> bytes:
@@ -147,34 +147,35 @@ def bytes_of(source: Any) -> bytes:
     return Path(source).read_bytes() if Path(source).is_file() else str(source).encode()
 
 
-def _check_keys(place: str, found: Mapping[str, Any], known: Sequence[str]) -> None:
-    if unread := [key for key in found if key not in known]:
+def _check_keys(place: str, row: Mapping[str, Any], readable: Sequence[str]) -> None:
+    if unread := [key for key in row if key not in readable]:
         raise ValueError(
             f"{place} has {unread[0]!r}, which is not read; leave it out of the data "
-            f"(read are {', '.join(key for key in known if key not in NOTES)})"
+            f"(read are {', '.join(key for key in readable if key not in NOTES)})"
         )
 
 
 def _entries(row: Mapping[str, Any], talk: str | None) -> list[Any]:
-    """The messages of a row, not yet read."""
+    """The raw messages of a row."""
     if talk is None:
         before = [("user", q, "assistant", a) for q, a in row.get("history", ())]
         turns = [*before, ("user", row.get("question"), "assistant", row.get("answer"))]
         pairs = chain.from_iterable((t[:2], t[2:]) for t in turns)
         return [{"role": role, "content": text} for role, text in pairs]
-    found = row[talk]
-    if isinstance(found, Mapping):  # columns, as datasets keeps a list of records
-        found = [
-            dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)
+    entries = row[talk]
+    if isinstance(entries, Mapping):  # columns, as datasets keeps a list of records
+        entries = [
+            dict(zip(entries, values, strict=True))
+            for values in zip(*entries.values(), strict=True)
         ]
-    if not isinstance(found, list):
-        raise Unusable(f"{talk} is {shown(found)}, not a list", f"{talk} is no list")
-    return found
+    if not isinstance(entries, list):
+        raise Unusable(f"{talk} is {shown(entries)}, not a list", f"{talk} is no list")
+    return entries
 
 
 @dataclass
-class _Said:
-    """The pictures and videos of a row: ``listed`` by kind, for placeholders without a file."""
+class _Content:
+    """Reads a row's messages. Placeholders show its ``listed`` pictures and videos, by kind."""
 
     listed: dict[str, list[Any]]
     folder: Path
@@ -182,10 +183,10 @@ class _Said:
 
     def __post_init__(self) -> None:
         self.shown: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-        self.waiting = {kind: list(found) for kind, found in self.listed.items()}
+        self.waiting = {kind: list(media) for kind, media in self.listed.items()}
 
     def read(self, entry: Any, place: str) -> Message:
-        """A message; raises ``Unusable`` for one that cannot be said."""
+        """The message of an ``entry``; raises ``Unusable`` if it cannot be used."""
         if not isinstance(entry, Mapping):
             raise Unusable(f"a message is {shown(entry)}", "a message is no object")
         entry = {key: value for key, value in entry.items() if value is not None}
@@ -195,9 +196,9 @@ class _Said:
         if role is None:
             raise Unusable(f"no role {shown(named)}")
         content = entry.get("content", entry.get("value", "" if "tool_calls" in entry else None))
-        kept = {key: entry[key] for key in KEPT if key in entry}
-        if "tool_calls" in kept:
-            kept["tool_calls"] = [_call(call) for call in kept["tool_calls"]]
+        message = {key: entry[key] for key in KEPT if key in entry}
+        if "tool_calls" in message:
+            message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
         if role == "assistant" and self.unanswered and content in (None, ""):
             content = UNSAID
         parts = self._parts(content, role)
@@ -205,47 +206,49 @@ class _Said:
             text = "".join(part.get("text", "") for part in parts)
             if any(part["type"] != "text" for part in parts) or MARKED.search(text):
                 raise Unusable("a picture in an answer")
-            if not text.strip() and "tool_calls" not in kept:
+            if not text.strip() and "tool_calls" not in message:
                 raise Unusable("an empty answer")
-        return {"role": role, "content": parts, **kept}
+        return {"role": role, "content": parts, **message}
 
     def _parts(self, content: Any, role: str) -> list[Part]:
+        """The parts of a message's ``content``, a text or a list."""
         if isinstance(content, str):
             return [_text(content)] if role == "assistant" else self._marked(content)
         if not isinstance(content, list):
-            what = "an answer" if role == "assistant" else f"a {role} message"
-            raise Unusable(f"{what} that is no text, but {shown(content)}", f"{what} is no text")
+            kind = "an answer" if role == "assistant" else f"a {role} message"
+            raise Unusable(f"{kind} that is no text, but {shown(content)}", f"{kind} is no text")
         return list(chain.from_iterable(map(self._part, content)))
 
     def _marked(self, text: str) -> list[Part]:
-        """``text`` with placeholders for what the row lists."""
+        """``text`` split into parts at its placeholders of listed pictures and videos."""
         if not any(self.listed.values()):
             return [_text(text)]
         pieces = MARKED.split(text)
         for kind in pieces[1::2]:
             self._show(kind, None)
-        each = zip([*pieces[1::2], ""], pieces[::2], strict=True)
-        found = [part for kind, said in each for part in (_text(said), {"type": kind})][:-1]
-        return [part for part in found if part.get("text") != ""] or [_text("")]
+        pairs = zip([*pieces[1::2], ""], pieces[::2], strict=True)
+        parts = [part for kind, said in pairs for part in (_text(said), {"type": kind})][:-1]
+        return [part for part in parts if part.get("text") != ""] or [_text("")]
 
     def _part(self, part: Any) -> list[Part]:
+        """One part of a message; notes the picture or video that it shows."""
         if isinstance(part, str):
             return [_text(part)]
         if not isinstance(part, Mapping):
             raise Unusable(f"a part is {shown(part)}", "a part is no object")
-        given = {key: value for key, value in part.items() if value is not None}
-        kind = given.pop("type", next((key for key in ("text", *KINDS) if key in given), None))
+        fields = {key: value for key, value in part.items() if value is not None}
+        kind = fields.pop("type", next((key for key in ("text", *KINDS) if key in fields), None))
         if kind == "text":
-            return [_text(given.get("text"))]
+            return [_text(fields.get("text"))]
         kind = str(kind).removeprefix("input_").removesuffix("_url")
         if kind not in KINDS:
             raise Unusable(f"no part of type {shown(kind)}")
-        named = next((value for key, value in given.items() if key != "detail"), None)
+        named = next((value for key, value in fields.items() if key != "detail"), None)
         self._show(kind, named)
         return [{"type": kind}]
 
     def _show(self, kind: str, named: Any) -> None:
-        """Record what the next placeholder of a ``kind`` shows: ``named`` there, or listed next."""
+        """Record the source of the next ``kind`` placeholder: ``named`` there, or listed next."""
         if named is not None:
             self.shown[kind].append(_source(named, self.folder))
         elif self.waiting[kind]:
@@ -253,26 +256,26 @@ class _Said:
         else:
             raise Unusable(f"more <{kind}> than there are {kind}s")
 
-    def placed(self, asked: Message) -> dict[str, list[Any]]:
-        """All pictures and videos; those without a placeholder go before the question ``asked``."""
+    def placed(self, question: Message) -> dict[str, list[Any]]:
+        """All pictures and videos; files without a placeholder go before ``question``."""
         for kind in reversed(KINDS):
             if not self.waiting[kind]:
                 continue
             if self.shown[kind]:
                 raise Unusable(f"fewer <{kind}> than there are {kind}s")
-            asked["content"][:0] = [{"type": kind} for _ in self.waiting[kind]]
+            question["content"][:0] = [{"type": kind} for _ in self.waiting[kind]]
             self.shown[kind] = self.waiting[kind]
         return self.shown
 
 
 def _text(text: Any) -> Part:
     if not isinstance(text, str):
-        raise Unusable(f"a text is {shown(text)}", "a text is none")
+        raise Unusable(f"a text is {shown(text)}", "a text is no text")
     return {"type": "text", "text": text}
 
 
 def _call(call: Any) -> Any:
-    """A call of a tool, whose arguments OpenAI writes as a text of JSON."""
+    """A tool call, whose arguments OpenAI writes as JSON text."""
     function = dict(call.get("function", call))
     if isinstance(function.get("arguments"), str):
         try:
@@ -282,33 +285,33 @@ def _call(call: Any) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
-def _tools(given: Any) -> list[Any] | None:
-    """The tools of a row, which some data keep as a text of JSON."""
+def _tools(value: Any) -> list[Any] | None:
+    """The tools of a row, which some data store as JSON text."""
     try:
-        found = json.loads(given) if isinstance(given, str) and given else given
+        tools = json.loads(value) if isinstance(value, str) and value else value
     except json.JSONDecodeError as error:
         raise Unusable("tools that are no JSON") from error
-    return list(found) if found else None
+    return list(tools) if tools else None
 
 
-def _listed(row: Mapping[str, Any], kind: str) -> list[Any]:
-    """The pictures or videos beside a row's messages."""
-    found = [row[name] for name in (kind, f"{kind}s") if name in row]
-    each = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in found)
-    return [value for value in each if value is not None and value != ""]
+def _listed_media(row: Mapping[str, Any], kind: str) -> list[Any]:
+    """The pictures or videos that a row lists beside its messages."""
+    values = [row[name] for name in (kind, f"{kind}s") if name in row]
+    flat = chain.from_iterable(v if isinstance(v, list | tuple) else [v] for v in values)
+    return [value for value in flat if value is not None and value != ""]
 
 
 def _source(value: Any, folder: Path) -> Any:
     """A picture or video as :func:`specmm.vlm.pictures.open_image` takes it."""
     if isinstance(value, Mapping):
-        each = ("bytes", "base64", "path", "url", "image", "video")
-        value = next((value[name] for name in each if value.get(name) is not None), None)
+        keys = ("bytes", "base64", "path", "url", "image", "video")
+        value = next((value[name] for name in keys if value.get(name) is not None), None)
     if isinstance(value, Path):
         return str(folder / value)
     if isinstance(value, bytes | Image.Image):
         return value
     if not isinstance(value, str):
-        raise Unusable(f"a picture is {shown(value)}", "a picture is none")
+        raise Unusable(f"a picture is {shown(value)}", "a picture is no picture")
     if OF_PICTURES.match(value):
         return value
     if value.startswith("file:"):
@@ -322,7 +325,7 @@ def _source(value: Any, folder: Path) -> Any:
 
 
 def rows_of(places: Sequence[str]) -> Iterator[tuple[Any, Path, str]]:
-    """The rows of all files at ``places``, the folder that each names files from, and its place.
+    """The rows of all files at ``places``, each with the folder of its file names and its place.
 
     Raises ``ValueError`` at once for a place without chats, and if the package that reads them is
     not installed.
@@ -342,22 +345,22 @@ def _files(path: Path) -> list[Path]:
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
         if len(splits) > 1:
-            each = ", ".join(str(path / split) for split in splits)
-            raise ValueError(f"data must be one split of {path}, give one of {each}")
+            folders = ", ".join(str(path / split) for split in splits)
+            raise ValueError(f"data must be one split of {path}, give one of {folders}")
         path = path / splits[0]
     if (path / "state.json").is_file():
         files = json.loads((path / "state.json").read_text())["_data_files"]
         return [path / file["filename"] for file in files]
-    below = [Path(place) for place, reason in files_below(str(path)) if not reason]
-    found = [file for file in below if file.suffix.lower() in FILES]
-    if not found:
-        held = sorted({file.suffix for file in below if file.suffix})
+    below = [Path(name) for name, reason in files_below(str(path)) if not reason]
+    readable = [file for file in below if file.suffix.lower() in FILES]
+    if not readable:
+        endings = sorted({file.suffix for file in below if file.suffix})
         raise ValueError(
             f"data must be files of chats ({', '.join(FILES)}), got a folder of "
-            f"{', '.join(held[:3]) or 'nothing'} at {path}; write questions and answers about "
+            f"{', '.join(endings[:3]) or 'nothing'} at {path}; write questions and answers about "
             "them into a file"
         )
-    return found
+    return readable
 
 
 def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:
@@ -365,8 +368,8 @@ def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:
     with file.open("rb") as stream:
         begin = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
-        if begin.startswith(b"[") and (whole := _array(stream.read())) is not None:
-            yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(whole))
+        if begin.startswith(b"[") and (rows := _array(stream.read())) is not None:
+            yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(rows))
             return
         stream.seek(0)
         for number, line in enumerate(stream, 1):
@@ -377,13 +380,11 @@ def _json(file: Path) -> Iterator[tuple[Any, Path, str]]:
 def _array(text: bytes) -> list[Any] | None:
     """The rows of a JSON array; None if ``text`` is JSON lines or a single chat."""
     try:
-        found = json.loads(text.removeprefix(b"\xef\xbb\xbf"))
+        rows = json.loads(text.removeprefix(b"\xef\xbb\xbf"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         return None
-    single = bool(found) and all(
-        isinstance(row, dict) and {"role", "from"} & {*row} for row in found
-    )
-    return [found] if single else found
+    single = bool(rows) and all(isinstance(row, dict) and {"role", "from"} & {*row} for row in rows)
+    return [rows] if single else rows
 
 
 def _parsed(line: bytes) -> Any:
@@ -394,7 +395,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
-    """The rows of a file of parquet, or of one that ``datasets`` saved."""
+    """The rows of a parquet file, or of a file that ``datasets`` saved."""
     with needed(f"reading {file}", "batch"):
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -403,14 +404,14 @@ def _arrow(file: Path) -> Iterator[tuple[Any, Path, str]]:
             batches = pq.ParquetFile(file).iter_batches(256)
         else:
             batches = pa.ipc.open_stream(pa.memory_map(str(file)))
-        each = map(_without_nulls, chain.from_iterable(batch.to_pylist() for batch in batches))
-        yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(each))
+        rows = map(_without_nulls, chain.from_iterable(batch.to_pylist() for batch in batches))
+        yield from ((row, file.parent, f"{file.name}[{i}]") for i, row in enumerate(rows))
     except pa.ArrowInvalid as error:
         raise ValueError(f"{file} must be a table of chats ({error})") from error
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without keys whose value is null: a table gives all its records the same keys."""
+    """``value`` without null entries: a table gives all records the same keys, null if absent."""
     if isinstance(value, dict):
         return {key: _without_nulls(v) for key, v in value.items() if v is not None}
     return [_without_nulls(v) for v in value] if isinstance(value, list) else value

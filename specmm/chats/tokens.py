@@ -1,7 +1,7 @@
-"""Chats as a model reads them: the tokens of its own chat template, and which of them are answers.
+"""Chats as a model reads them: the tokens of its chat template, and which tokens are answers.
 
-Where a template marks answers (``{% generation %}``) its mark counts. Otherwise the answer's span
-is found by replacing it: the text that changes, after the generation prompt.
+If a template marks answers (``{% generation %}``), its mark counts. Otherwise the answer's span is
+found by replacing the answer: it is the text that changes, after the generation prompt.
 
 Shape letters: B chats of a batch, L tokens.
 """
@@ -50,15 +50,15 @@ class Written:
     @property
     def said(self) -> list[int]:
         """The ids that are learnt."""
-        return [token for token, own in zip(self.ids, self.learnt, strict=True) if own]
+        return [token for token, learnt in zip(self.ids, self.learnt, strict=True) if learnt]
 
 
 class ChatReader:
     """Reads chats for a model of ``reader``, a processor or a tokenizer.
 
-    ``ends`` are its end tokens, ``room`` its positions. ``max_length`` bounds chats further: longer
-    ones are left out, or shortened with ``cut``. ``thinking`` is passed to the template; with False
-    reasoning is left out.
+    ``ends`` are its end tokens, ``room`` its positions. Chats longer than ``max_length`` are left
+    out, or shortened with ``cut``. ``thinking`` is passed to the template; with False reasoning is
+    left out.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ChatReader:
         self.tell(thinking)
 
     def tell(self, thinking: bool | None) -> None:
-        """Have the template write with ``thinking`` (True), without, or by its default (None)."""
+        """Set whether the template writes with ``thinking``, without, or by its default (None)."""
         self.thinking = thinking
         vars(self).pop("_opening", None)
         self.given = {} if thinking is None else dict.fromkeys(self.thinking_known, thinking)
@@ -94,7 +94,7 @@ class ChatReader:
         return [name for name in THINKING if name in str(self.template)]
 
     def begin(self) -> None:
-        """Raise ``ValueError`` for a tokenizer or a template that chats cannot be read by."""
+        """Raise ``ValueError`` for a tokenizer or template that cannot read chats."""
         if not self.words.is_fast:
             raise ValueError(
                 "chats need a fast tokenizer, which knows where its tokens stand in the text, got "
@@ -110,30 +110,31 @@ class ChatReader:
                 )
             return
         try:
-            asked, said = (self._render([_message(role, MARK)]) for role in ("user", "assistant"))
+            user, answer = (self._render([_message(role, MARK)]) for role in ("user", "assistant"))
         except (TemplateError, *FAULTS):
             return  # the template takes whole chats only
-        if asked == said:
+        if user == answer:
             raise ValueError(
                 f"the chat template must tell questions from answers, got one that writes both as "
-                f"{asked.replace(MARK, '…')!r}"
+                f"{user.replace(MARK, '…')!r}"
             )
 
     @cached_property
     def _opening(self) -> str:
         """The template's generation prompt: the text between a question and its answer."""
-        asked = [_message("user", MARK)]
-        with_it, without = self._render(asked, begin=True), self._render(asked)
+        question = [_message("user", MARK)]
+        with_it, without = self._render(question, begin=True), self._render(question)
         return with_it[_alike(with_it, without) :]
 
     def _render(self, messages: Sequence[Message], tools: Any = None, begin: bool = False) -> str:
-        own = getattr(self.reader, "chat_template", None)
-        given = {**self.given, **({"tools": list(tools)} if tools else {})}
-        given |= {} if own else {"chat_template": self.template}
-        said = [{**m, "content": self._content(m["content"])} for m in messages]
+        """``messages`` in the chat template; with ``begin`` followed by the generation prompt."""
+        template = getattr(self.reader, "chat_template", None)
+        arguments = {**self.given, **({"tools": list(tools)} if tools else {})}
+        arguments |= {} if template else {"chat_template": self.template}
+        contents = [{**m, "content": self._content(m["content"])} for m in messages]
         return str(
             self.reader.apply_chat_template(
-                said, add_generation_prompt=begin, tokenize=False, **given
+                contents, add_generation_prompt=begin, tokenize=False, **arguments
             )
         )
 
@@ -169,26 +170,27 @@ class ChatReader:
                 )
             last = max(last, text.rfind(mark) if mark and shown else 0)
         head = next((begin for begin, _ in spans if begin > last), len(text))
-        found = self.words(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, places = list(found["input_ids"]), list(found["offset_mapping"])
+        encoded = self.words(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
         begin = next((i for i, (_, end) in enumerate(places) if end > head), len(ids))
         return Written(text, *self._learnt(text, ids, places, spans), head, begin)
 
     def _thought(self, message: Message) -> Message:
-        """``message`` without its reasoning, where thinking is left out."""
+        """``message`` without its reasoning, if thinking is left out."""
         if self.thinking is not False or message["role"] != "assistant":
             return message
-        found = {key: value for key, value in message.items() if key not in REASONING}
+        visible = {key: value for key, value in message.items() if key not in REASONING}
         text = "".join(part["text"] for part in message["content"]).rpartition(THOUGHT)[2]
-        return {**found, "content": [{"type": "text", "text": text.lstrip()}]}
+        return {**visible, "content": [{"type": "text", "text": text.lstrip()}]}
 
     def _spans(self, messages: list[Message], chat: Chat) -> tuple[str, list[Span]]:
+        """The text of ``messages`` and the spans (in characters) of the model's answers."""
         if self.template is None:
             return self._untemplated(messages, chat)
         if "endgeneration" in str(self.template):
-            said = [{**m, "content": self._content(m["content"])} for m in messages]
+            contents = [{**m, "content": self._content(m["content"])} for m in messages]
             rendered: Any = render_jinja_template(
-                [said],
+                [contents],
                 tools=list(chat.tools) if chat.tools else None,
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
@@ -216,8 +218,8 @@ class ChatReader:
         return text, spans
 
     def _opened(self, text: str, after: int, begin: int, asked: Callable[..., str]) -> int:
-        """Where the model begins to speak for the answer at ``begin``: right after the prompt
-        ``asked``, because the model also says what the template puts between the two.
+        """Where the model begins to write the answer at ``begin``: right after the prompt
+        ``asked``, because the model also writes the text that the template puts in between.
         """
         opening, before = self._opening, ""
         with suppress(TemplateError, *FAULTS):
@@ -225,16 +227,16 @@ class ChatReader:
         near = text.startswith(before) and after <= len(before) <= begin
         if near and (opening or not text[len(before) : begin].strip()):
             return len(before)
-        place = text.rfind(opening, after, begin) if opening else -1
-        return begin if place < 0 else place + len(opening)
+        found = text.rfind(opening, after, begin) if opening else -1
+        return begin if found < 0 else found + len(opening)
 
     def _untemplated(self, messages: list[Message], chat: Chat) -> tuple[str, list[Span]]:
         """The text and answer spans for a model without a chat template."""
         if [message["role"] for message in messages] != ["user", "assistant"]:
             raise Unusable("more than a question and its answer, and no chat template")
-        asked, said = ("".join(p.get("text", "") for p in m["content"]) for m in messages)
+        texts, said = ("".join(p.get("text", "") for p in m["content"]) for m in messages)
         counts = {"image": len(chat.images), "video": len(chat.videos)}
-        before = wording.prompt(self.reader, asked, counts, True)
+        before = wording.prompt(self.reader, texts, counts, True)
         return before + said, [(len(before), len(before) + len(said))]
 
     def _learnt(
@@ -247,7 +249,7 @@ class ChatReader:
         after, said = 0, []
         for begin, end in spans:
             after = next((i for i, (a, _) in enumerate(places) if a >= end), len(ids))
-            near = range(after - 1, min(after + 2, len(ids)))
+            near = range(after - 1, min(after + 2, len(ids)))  # where templates end an answer
             last = next((i for i in near if ids[i] in self.ends), after - 1)
             if not text[end : places[last][0]].strip():
                 learnt[after : last + 1] = [True] * (last + 1 - after)
@@ -259,12 +261,12 @@ class ChatReader:
         return ids, learnt, said
 
     def check(self, chat: Chat) -> int:
-        """The tokens of ``chat``; raises ``ValueError`` for one that cannot be learnt from."""
+        """The number of tokens of ``chat``; ``ValueError`` if nothing can be learnt from it."""
         row = self.written(chat)
         before = self._width(chat, row) if self.sees else row.begin
         length = before + len(row.ids) - row.begin
         if length > self.limit and (not self.cut or before >= self.limit):
-            raise Unusable(f"{length} tokens, where {self.limit} have a place", "too long")
+            raise Unusable(f"{length} tokens, of which {self.limit} fit", "too long")
         if not any(row.learnt[: len(row.ids) - max(length - self.limit, 0)]):
             raise Unusable("no answer before it is cut", "too long")
         return min(length, self.limit)
@@ -274,27 +276,27 @@ class ChatReader:
         return self.check(chat) + longest <= self.room
 
     def _width(self, chat: Chat, row: Written) -> int:
-        """Tokens of ``row`` up to its head, remembered by its pictures' sizes."""
-        known = not chat.videos and len(chat.sizes or ()) == len(chat.images)
+        """The number of tokens of ``row`` up to its head, cached by its pictures' sizes."""
+        sized = not chat.videos and len(chat.sizes or ()) == len(chat.images)
         sizes = tuple(map(tuple, chat.sizes or ()))
-        if known and sizes in self.widths:
+        if sized and sizes in self.widths:
             return row.begin + self.widths[sizes]
         added = len(self._before(chat, row.text[: row.head])) - row.begin
-        if known:
+        if sized:
             self.widths[sizes] = added
         return row.begin + added
 
     def verify(self, chat: Chat) -> None:
         """Raise ``ValueError`` if the tokens learnt from ``chat`` do not spell its answers."""
         row = self.written(chat)
-        found = "".join(self.words.decode(row.said).split())
+        decoded = "".join(self.words.decode(row.said).split())
         for message in chat.messages:
             text = "".join(part.get("text", "") for part in message["content"])
             text = text.rpartition(THOUGHT)[2]
-            wanted = self.words.decode(self.words(text, add_special_tokens=False)["input_ids"])
-            if message["role"] == "assistant" and "".join(wanted.split()) not in found:
+            answer = self.words.decode(self.words(text, add_special_tokens=False)["input_ids"])
+            if message["role"] == "assistant" and "".join(answer.split()) not in decoded:
                 raise ValueError(
-                    f"{chat.place}: the answer {wanted[:60]!r} is not in what the chat template "
+                    f"{chat.place}: the answer {answer[:60]!r} is not in what the chat template "
                     f"marks as answers, {self.words.decode(row.said)[:60]!r}; mend the template's "
                     "{% generation %}, or its turns"
                 )
@@ -304,22 +306,22 @@ class ChatReader:
         rows = [self.written(chat) for chat in chats]
         if not self.sees:
             ids = padded([row.ids[: self.limit] for row in rows])
-            own = padded([list(map(int, row.learnt[: self.limit])) for row in rows])
-            return VLMPrompt({**ids}, 1), own["input_ids"].bool()
+            masks = padded([list(map(int, row.learnt[: self.limit])) for row in rows])
+            return VLMPrompt({**ids}, 1), masks["input_ids"].bool()
         prompt = VLMPrompt(self._heads(chats, [row.text[: row.head] for row in rows]), 1)
         rooms = (self.limit - prompt.lengths).clamp(min=0).tolist()
         tails = [slice(row.begin, row.begin + room) for row, room in zip(rows, rooms, strict=True)]
-        each = list(zip(rows, tails, strict=True))
-        whole, learnt = answered(
-            prompt, [row.ids[tail] for row, tail in each], [row.learnt[tail] for row, tail in each]
+        read = list(zip(rows, tails, strict=True))
+        inputs, learnt = answered(
+            prompt, [row.ids[tail] for row, tail in read], [row.learnt[tail] for row, tail in read]
         )
         for i, (chat, row) in enumerate(zip(chats, rows, strict=True)):
             for span in row.spans:
                 if span[1] <= row.head:
-                    begin, end = (self._before(chat, row.text[:place]) for place in span)
-                    same = whole.input_ids[i, : len(end)].tolist() == end  # or a token lies across
+                    begin, end = (self._before(chat, row.text[:index]) for index in span)
+                    same = inputs.input_ids[i, : len(end)].tolist() == end  # or a token lies across
                     learnt[i, len(begin) : len(end)] = same
-        return whole, learnt
+        return inputs, learnt
 
     def _before(self, chat: Chat, text: str) -> list[int]:
         """The ids of ``text``, the beginning of a chat, with its pictures and videos."""
@@ -328,8 +330,8 @@ class ChatReader:
         return VLMPrompt(self._heads([begun], [text]), 1).rows()[0]
 
     def _heads(self, chats: Sequence[Chat], texts: Sequence[str]) -> dict[str, Any]:
-        asked = [_shown(chat) for chat in chats]
-        pictures, videos = [q.pictures[0] for q in asked], [q.videos[0] for q in asked]
+        prompts = [_opened_media(chat) for chat in chats]
+        pictures, videos = [q.pictures[0] for q in prompts], [q.videos[0] for q in prompts]
         return wording.read(self.reader, texts, pictures, videos)
 
     def asked(self, chat: Chat, turn: int) -> str:
@@ -349,41 +351,41 @@ class ChatReader:
 
     def said(self, chats: Sequence[Chat]) -> Tensor:
         """How often each token [V] is learnt in ``chats``."""
-        found = torch.zeros(len(self.words), dtype=torch.long)
+        counts = torch.zeros(len(self.words), dtype=torch.long)
         for row in map(self.written, chats):
-            found += torch.bincount(torch.tensor(row.said), minlength=len(found))
-        return found
+            counts += torch.bincount(torch.tensor(row.said), minlength=len(counts))
+        return counts
 
     def answers(
         self, pipe: Any, chats: Sequence[Chat], turns: Sequence[int], **options: Any
     ) -> list[str]:
         """Answers by ``pipe`` for the messages ``turns`` of ``chats``."""
-        asked = list(zip(chats, turns, strict=True))
-        texts = [self.asked(chat, turn) for chat, turn in asked]
+        pairs = list(zip(chats, turns, strict=True))
+        texts = [self.asked(chat, turn) for chat, turn in pairs]
         if not self.sees:
             return list(pipe(texts, **options).texts)
         images, videos = (
-            [list(getattr(chat, f"{kind}s")[: _count(chat, turn, kind)]) for chat, turn in asked]
+            [list(getattr(chat, f"{kind}s")[: _count(chat, turn, kind)]) for chat, turn in pairs]
             for kind in KINDS
         )
-        given: dict[str, Any] = {"chat": False, "videos": videos if any(videos) else None}
-        return list(pipe(images, texts, **given, **options).answers)
+        fixed: dict[str, Any] = {"chat": False, "videos": videos if any(videos) else None}
+        return list(pipe(images, texts, **fixed, **options).answers)
 
     def facts(self) -> list[str]:
-        """What answers depend on besides the model, for a cache's key."""
+        """All facts besides the model on which answers depend, for a cache's key."""
         words = self.words.backend_tokenizer.to_str()
-        whole = self.reader.to_json_string() if self.sees else ""
-        return [str(self.template), str(self.given), words, whole]
+        processor = self.reader.to_json_string() if self.sees else ""
+        return [str(self.template), str(self.given), words, processor]
 
     def coloured(self, chat: Chat, colours: bool) -> str:
         """``chat`` as the model reads it, learnt tokens in green, or in ⟦ and ⟧ without colours."""
         row = self.written(chat)
         opened, closed = ("\033[1;32m", "\033[0m") if colours else ("⟦", "⟧")
-        found = ""
-        for own, each in groupby(zip(row.ids, row.learnt, strict=True), itemgetter(1)):
-            text = self.words.decode([token for token, _ in each])
-            found += f"{opened}{text}{closed}" if own else text
-        return found
+        page = ""
+        for learnt, tokens in groupby(zip(row.ids, row.learnt, strict=True), itemgetter(1)):
+            text = self.words.decode([token for token, _ in tokens])
+            page += f"{opened}{text}{closed}" if learnt else text
+        return page
 
 
 def _count(chat: Chat, turn: int, kind: str) -> int:
@@ -401,7 +403,7 @@ def _alike(one: str, other: str) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _shown(chat: Chat) -> Questions:
+def _opened_media(chat: Chat) -> Questions:
     """The pictures and videos of ``chat``, opened."""
     return Questions.of([list(chat.images)], ["?"], videos=[list(chat.videos)])
 
@@ -412,9 +414,9 @@ def answered(
     """``prompt`` with each row's answer appended, and a mask [B, L] of the tokens that are learnt;
     ``learnt`` is the mask over the answers' tokens.
     """
-    said = padded([list(ids) for ids in answers])
-    counted = padded([list(map(int, each)) for each in learnt])["input_ids"]
-    said_mask = said["attention_mask"]
+    answer_ids = padded([list(ids) for ids in answers])
+    counted = padded([list(map(int, flags)) for flags in learnt])["input_ids"]
+    said_mask = answer_ids["attention_mask"]
     count = said_mask.shape[1]
     where = prompt.lengths[:, None] + torch.arange(count)
     width = int((prompt.lengths + said_mask.sum(1)).max())
@@ -423,7 +425,7 @@ def answered(
     def longer(values: Tensor, new: Tensor) -> Tensor:
         return F.pad(values, (0, count)).scatter(1, where, new.to(values))[:, :width]
 
-    given = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
-    tokens = {k: longer(values, said.get(k, nothing)) for k, values in given.items()}
+    per_token = {k: prompt.inputs[k] for k in PER_TOKEN if prompt.inputs.get(k) is not None}
+    tokens = {k: longer(values, answer_ids.get(k, nothing)) for k, values in per_token.items()}
     spoken = longer(torch.zeros_like(prompt.mask), counted)
     return VLMPrompt({**prompt.inputs, **tokens}, prompt.max_new_tokens), spoken

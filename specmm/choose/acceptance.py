@@ -38,15 +38,16 @@ class AcceptanceCounter:
         return self.drafter.propose(feedback, uniforms)
 
     def _count(self, path: Tensor, kept: Tensor) -> None:
+        """Count the visited levels, and accepted ranks, of the paths of a round."""
         ranks = self.shape.ranks[0]
         for depth in range(1, path.shape[1]):
             before = path[:, depth - 1]
             node = path[:, depth]
             on_spine = ranks[before.clamp(min=0)] == 0  # the other nodes have no children
             visited = (depth <= kept) & on_spine
-            taken = ranks[node[visited & (depth < kept)]]
+            accepted = ranks[node[visited & (depth < kept)]]
             self.visits[depth - 1] += visited.sum()
-            self.kept[depth - 1] += torch.bincount(taken, minlength=self.kept.shape[1])
+            self.kept[depth - 1] += torch.bincount(accepted, minlength=self.kept.shape[1])
 
     def table(self) -> tuple[tuple[float, ...], ...]:
         """The frequency [D, K] with which each rank was accepted, given that its parent was."""

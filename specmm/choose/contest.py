@@ -2,11 +2,11 @@
 a share of the time of calls.
 
 A trial decodes a few tokens by one candidate after the prompt and discards them. Calls are timed,
-too, so that the chosen method goes on being measured. Trials may take ``START`` once a call was
-made, and then ``SHARE`` of the time of calls: a short first answer is decoded plainly, or by the
-method that the drafts' known acceptance forecasts to be fastest. Measurements are kept in one
-:class:`Record` for each kind of call, and noted for later processes, whose first call then takes
-the fastest method known.
+too, so that the chosen method continues to be measured. Trials may take ``START`` after the first
+call, and then ``SHARE`` of the time of calls: a short first answer is decoded plainly, or by the
+method that known acceptance forecasts to be fastest. Measurements are kept in one :class:`Record`
+for each kind of call, and noted for later processes, whose first call then takes the fastest known
+method.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ LEVEL, NODE = 0.1, 0.04  # guessed costs of a drafted level and a scored node, i
 
 @dataclass(frozen=True)
 class Candidate:
-    """A ``method`` to be tried: its tokens a round ``tau`` where acceptance is known, its tree's
-    ``nodes`` with the root and its ``levels`` that are drafted one after another.
+    """A ``method`` to try: its tokens a round ``tau`` if acceptance is known, its tree's number of
+    ``nodes``, root included, and of ``levels``, which are drafted one after another.
     """
 
     method: Any
@@ -64,11 +64,11 @@ Begin: TypeAlias = Callable[[Any], Iterator[Progress]]
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """The clock for runs on ``device``. On a CPU it counts this thread's processor seconds: the
-    thread takes part in all products, and other processes' time does not count.
+    """The clock for runs on ``device``. On a CPU it counts this thread's processor seconds, without
+    time that other processes take: the thread takes part in all products.
     """
-    own = device.type == "cpu" and sys.platform == "linux"
-    return time.thread_time if own else time.perf_counter
+    per_process = device.type == "cpu" and sys.platform == "linux"
+    return time.thread_time if per_process else time.perf_counter
 
 
 class Measured(NamedTuple):
@@ -82,8 +82,8 @@ class Measured(NamedTuple):
 class Sample:
     """The seconds of a run's ``prompt`` with its first round, and of each of the ``rounds`` after
     it, which gave a row ``tokens`` tokens. ``tv`` is a relaxed rule's total variation a token;
-    whole runs have ``stats``. A trial has ``beside``: the method of the call that followed it, and
-    the trial's speed relative to that call, because answers differ.
+    whole runs have ``stats``. A trial has ``beside``: the method of the call after it, and the
+    trial's speed relative to that call, because answers differ.
     """
 
     prompt: float = 0.0
@@ -100,14 +100,14 @@ class Sample:
 
     @property
     def round(self) -> float:
-        """Seconds of a round, the median of all but the first third: those take longer where memory
-        and shapes are new.
+        """Seconds of a round: the median without the first third of rounds, which take longer
+        because memory and shapes are new.
         """
         return statistics.median(self.rounds[len(self.rounds) // 3 :])
 
 
-class _Noted(NamedTuple):
-    """What :meth:`Record._note` wrote: when, calls and the times of them, samples by method."""
+class _Notes(NamedTuple):
+    """The content of notes: their time, calls and the times of these, samples by method."""
 
     at: float
     sums: tuple[int, float, float, float]
@@ -115,20 +115,21 @@ class _Noted(NamedTuple):
     complete: bool
 
 
-def _parsed(found: Any) -> _Noted:
-    calls, *times = found["sums"]
+def _parsed(notes: Any) -> _Notes:
+    """Notes read from their file's value."""
+    calls, *times = notes["sums"]
     decoded, lasted, spent = map(float, times)
     samples = {
         method: [
-            Sample(float(prompt), [float(each)] * int(rounds), float(tokens), float(tv))
-            for prompt, each, rounds, tokens, tv in rows
+            Sample(float(prompt), [float(seconds)] * int(rounds), float(tokens), float(tv))
+            for prompt, seconds, rounds, tokens, tv in rows
         ]
-        for method, rows in found["samples"].items()
+        for method, rows in notes["samples"].items()
     }
     if not all(x.tokens > 0 and x.rounds for rows in samples.values() for x in rows):
         raise ValueError("a sample of nothing")
     sums = int(calls), decoded, lasted, spent
-    return _Noted(float(found["at"]), sums, samples, found["complete"] is True)
+    return _Notes(float(notes["at"]), sums, samples, notes["complete"] is True)
 
 
 @dataclass
@@ -136,7 +137,7 @@ class Record:
     """The measurements of one kind of call with ``rows`` rows: ``samples`` of plain decoding and of
     the ``candidates`` by method, the newest last.
 
-    ``decoded`` are the tokens of a row in calls; ``lasted`` and ``spent`` are the time of calls and
+    ``decoded`` counts a row's tokens in calls; ``lasted`` and ``spent`` are the times of calls and
     of trials, in tokens of plain decoding. Relaxed methods above a total variation of ``tv`` a
     token are excluded.
     """
@@ -159,39 +160,37 @@ class Record:
     complete: bool = False  # all of them were tried as often as is needed
 
     def remember(self, notes: Notes, fresh: bool = False) -> Self:
-        """Continue from the notes of earlier processes, unless ``fresh``, and note all later
-        measurements.
-        """
+        """Continue from earlier processes' notes, unless ``fresh``, and note later measurements."""
         self.notes = notes
-        found = None if fresh else notes.read(_parsed)
-        if found is not None and time.time() - found.at < RECENT:
-            self.calls, self.decoded, self.lasted, self.spent = found.sums
-            self.noted, self.complete = found.samples, found.complete
+        earlier = None if fresh else notes.read(_parsed)
+        if earlier is not None and time.time() - earlier.at < RECENT:
+            self.calls, self.decoded, self.lasted, self.spent = earlier.sums
+            self.noted, self.complete = earlier.samples, earlier.complete
         return self
 
     def known(self) -> str:
-        """What earlier processes found fastest, as text; "" without notes."""
-        each = {
+        """The method that earlier processes found fastest, as text; "" without notes."""
+        medians = {
             method: statistics.median(x.round for x in samples)
             * sum(len(x.rounds) for x in samples)
             / sum(x.tokens for x in samples)
             for method, samples in self.noted.items()
         }
-        return min(each, key=each.__getitem__, default="")
+        return min(medians, key=medians.__getitem__, default="")
 
     def _recall(self) -> None:
         """Take over the noted samples of the candidates."""
-        for one in self.order if self.noted else ():
-            if samples := self.noted.pop(methods.label(one.method), None):
-                self.samples.setdefault(one.method, samples)
+        for candidate in self.order if self.noted else ():
+            if samples := self.noted.pop(methods.label(candidate.method), None):
+                self.samples.setdefault(candidate.method, samples)
 
     def _note(self) -> None:
         """Write the notes for later processes."""
         # methods not asked for in this process stay noted
-        found = self.noted | {methods.label(one): all_of for one, all_of in self.samples.items()}
+        measured = self.noted | {methods.label(one): all_of for one, all_of in self.samples.items()}
         rows = {
             method: [(x.prompt, x.round, len(x.rounds), x.tokens, x.tv) for x in samples]
-            for method, samples in found.items()
+            for method, samples in measured.items()
         }
         sums = self.calls, self.decoded, self.lasted, self.spent
         self.notes.write(
@@ -204,8 +203,9 @@ class Record:
     ) -> Iterator[Progress]:
         """Yield the ``steps`` of a run by ``method`` and take a sample at its end.
 
-        The run ends early once a row has ``few`` tokens after at least ``ROUNDS`` rounds, or when
-        it cannot reach ``least`` tokens a second.
+        With a finite ``few`` it is a trial, which ends once rows have ``few`` tokens on average
+        after at least ``ROUNDS`` rounds, or after so long that ``few`` would be fewer than
+        ``least`` tokens a second. A whole run tells earlier trials how fast they were beside it.
         """
         sample = Sample()
         trial = math.isfinite(few)
@@ -219,8 +219,8 @@ class Record:
                 sample.rounds.append(seconds)
             yield progress
             begin = self.now()
-            whole = counts - first >= few and len(sample.rounds) >= ROUNDS
-            if trial and (whole or sum(sample.rounds) * least > few):
+            long_enough = counts - first >= few and len(sample.rounds) >= ROUNDS
+            if trial and (long_enough or sum(sample.rounds) * least > few):
                 break
         sample.tokens = float(progress.counts.float().mean()) - first
         if progress.stats.tokens:  # the last progress only adds them
@@ -249,21 +249,21 @@ class Record:
             self._note()
 
     def worthwhile(self, coming: float, share: float = SHARE) -> bool:
-        """Whether to look at drafters, which may have to be read from files: not for a short first
-        call, nor where calls usually end before drafts would pay.
+        """Whether to consider drafters, which may have to be read from files: not for a short first
+        call, nor if calls usually end before drafts would pay.
         """
         long = self.usual >= PROMPT + FEW and bool(self.calls or self.noted)
         return long or share * coming >= PROMPT + FEW
 
     @property
     def usual(self) -> float:
-        """Tokens of a row that a call usually has."""
+        """The usual number of a row's tokens in a call."""
         return self.decoded / self.calls if self.calls else USUAL
 
     @property
     def order(self) -> list[Candidate]:
         """All candidates, in the order of their trials."""
-        return [PLAIN, *sorted(self.candidates, key=lambda one: -self.forecast(one))]
+        return [PLAIN, *sorted(self.candidates, key=lambda candidate: -self.forecast(candidate))]
 
     def choose(
         self,
@@ -273,8 +273,8 @@ class Record:
         share: float = SHARE,
         passes: int = PASSES,
     ) -> Any:
-        """Make the trials that the budget allows, of ``few`` tokens each, and return the method
-        that should be fastest for a call of ``coming`` tokens.
+        """Run the trials that the budget allows, of ``few`` tokens each, and return the method
+        expected to be fastest for a call of ``coming`` tokens.
         """
         self._recall()
         order = self.order
@@ -282,10 +282,10 @@ class Record:
         if not self.calls and len(order) > 1 and self.forecast(order[1]) >= SURE:
             may += min(AT_ONCE * coming, GRANT)
         needed = [1 if one.tau else passes for one in order]
-        while (one := self._next(order, needed)) is not None:
-            if self.spent + self._cost(one, order, few) > may:
+        while (candidate := self._next(order, needed)) is not None:
+            if self.spent + self._cost(candidate, order, few) > may:
                 break
-            if not self._tried(one.method, begin, few, whole=math.isinf(share)):
+            if not self._tried(candidate.method, begin, few, whole=math.isinf(share)):
                 break  # the call is too short
             tried = sum(map(len, self.samples.values()))
             tell(Measured(tried, max(tried, sum(needed))))
@@ -296,9 +296,7 @@ class Record:
         return self.fastest()
 
     def _next(self, order: Sequence[Candidate], needed: Sequence[int]) -> Candidate | None:
-        """The next candidate to try: among those still in the contest with too few trials, the one
-        with the fewest.
-        """
+        """The candidate still in the contest that has the fewest trials, if these are too few."""
         left = self.left
         staying = [(one, n) for one, n in zip(order, needed, strict=True) if one.method not in left]
         counts = [(len(self.samples.get(one.method, ())), one, most) for one, most in staying]
@@ -307,9 +305,9 @@ class Record:
             return None
         return min(lacking, key=lambda each: each[0])[1]
 
-    def _cost(self, one: Candidate, order: Sequence[Candidate], few: int) -> float:
-        """The expected cost of a trial of ``one``, in tokens of plain decoding. A trial of plain
-        decoding includes the trial of another method, without which it is useless.
+    def _cost(self, candidate: Candidate, order: Sequence[Candidate], few: int) -> float:
+        """The expected cost of a trial of ``candidate``, in tokens of plain decoding. A trial of
+        plain decoding includes the trial of another method, without which it is useless.
         """
         plain = self.samples.get(PLAIN.method)
         if not plain:
@@ -317,10 +315,10 @@ class Record:
             best = self.forecast(others[0]) if others else 1.0
             return (PROMPT + few) + (0.0 if self.samples else PROMPT + few / max(best, 1.0))
         prompt = statistics.median(sample.prompt for sample in plain) / self.each(PLAIN.method)
-        return prompt + few / max(self.forecast(one), 1.0)
+        return prompt + few / max(self.forecast(candidate), 1.0)
 
     def _tried(self, method: Any, begin: Begin, few: int, whole: bool) -> bool:
-        """Whether a sample of ``method`` was taken; a ``whole`` trial goes on to its end."""
+        """Try ``method`` (to the end if ``whole``); returns whether a sample was taken."""
         self.changed = True
         start = self.now()
         fastest = min((self.each(known) for known in self.samples), default=0.0)
@@ -344,8 +342,8 @@ class Record:
         """The methods that are out of the contest, with the reason."""
         if PLAIN.method not in self.samples:
             return self.failed
-        found = {one: why for one in self.samples if (why := self._leaves(one))}
-        return found | self.failed
+        losers = {one: why for one in self.samples if (why := self._leaves(one))}
+        return losers | self.failed
 
     def _leaves(self, method: Any) -> str:
         """Why ``method`` is out of the contest; "" if it is not."""
@@ -378,21 +376,21 @@ class Record:
         if not self.candidates:
             if self.looked:
                 return "there is no drafter"
-            known = "calls are short, or plain decoding was the fastest in earlier processes"
-            return known if self.calls else "the first call, and a short one"
+            why = "calls are short, or plain decoding was the fastest in earlier processes"
+            return why if self.calls else "the first call, and a short one"
         if PLAIN.method in self.samples:
             measured = [one for one in self.samples if one != PLAIN.method]
-            said = ", ".join(f"{methods.label(one)} {self.gain(one):.2f}x" for one in measured)
-            return f"measured beside plain decoding: {said or 'no other yet'}"
+            gains = ", ".join(f"{methods.label(one)} {self.gain(one):.2f}x" for one in measured)
+            return f"measured beside plain decoding: {gains or 'no other yet'}"
         if chosen == PLAIN.method:
             return "too short to try others, and none is forecast to gain for certain"
-        one = self.order[1]
-        return f"tau {one.tau:.2f} and {self.forecast(one):.2f}x plain decoding forecast"
+        best = self.order[1]
+        return f"tau {best.tau:.2f} and {self.forecast(best):.2f}x plain decoding forecast"
 
-    def forecast(self, one: Candidate) -> float:
-        """A rough speed over plain decoding, by which trials are ordered; 1 if nothing is known."""
-        adds = LEVEL * one.levels + NODE * one.nodes * self.rows
-        return one.tau / (1 + adds) if one.tau else 1.0
+    def forecast(self, candidate: Candidate) -> float:
+        """A rough speed-up over plain decoding, by which trials are ordered; 1 if unknown."""
+        adds = LEVEL * candidate.levels + NODE * candidate.nodes * self.rows
+        return candidate.tau / (1 + adds) if candidate.tau else 1.0
 
     def each(self, method: Any) -> float:
         """Seconds a token of ``method``: median seconds of a round over tokens a round."""
@@ -400,16 +398,16 @@ class Record:
         return rounds / self.tau(method)
 
     def gain(self, method: Any) -> float:
-        """Measured speed over plain decoding. A method that has only trials is compared by way of
-        the calls made right after them.
+        """Measured speed-up over plain decoding. A method with only trials is compared through the
+        calls right after them.
         """
         samples = self.samples[method]
-        beside = [sample.beside for sample in samples if sample.beside]
-        known = any(one.tau for one in self.candidates if one.method == method)
-        if known or len(beside) < len(samples) or any(other == method for other, _ in beside):
+        partners = [sample.beside for sample in samples if sample.beside]
+        has_tau = any(one.tau for one in self.candidates if one.method == method)
+        if has_tau or len(partners) < len(samples) or any(other == method for other, _ in partners):
             return self.each(PLAIN.method) / self.each(method)
         plain = self.each(PLAIN.method)
-        return statistics.median(plain / self.each(other) * ratio for other, ratio in beside)
+        return statistics.median(plain / self.each(other) * ratio for other, ratio in partners)
 
     def tau(self, method: Any) -> float:
         """Tokens a round of ``method``; a value known beforehand counts as ``TRUST`` rounds."""

@@ -50,7 +50,7 @@ class Costs:
 
 
 def lookup(table: Table, size: int) -> float:
-    """Seconds at ``size``: linear between the sizes measured and past them, constant below."""
+    """Seconds at ``size``: linear between the measured sizes and beyond, constant below."""
     if callable(table):
         return table(size)
     if not table:
@@ -68,9 +68,7 @@ def lookup(table: Table, size: int) -> float:
 
 
 class Expected(NamedTuple):
-    """What a tree of ``shape`` should give: its ``speedup`` over plain decoding, and tokens a round
-    ``tau``.
-    """
+    """Expectations for a tree of ``shape``: ``speedup`` and tokens a round ``tau``."""
 
     shape: TreeShape
     speedup: float
@@ -79,7 +77,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The ``best`` tree, None for plain decoding, and the ``candidates`` it is one of."""
+    """The ``best`` tree (None: plain decoding) of the ``candidates``."""
 
     best: Expected | None
     candidates: tuple[Expected, ...]
@@ -94,19 +92,19 @@ def plan(
 ) -> Plan:
     """The candidate that should be fastest, or plain decoding if none exceeds 1 + ``margin``.
 
-    Of those within ``NOISE`` of the largest expected speedup it is the one with the fewest nodes:
-    measured again, any of them might come first. Of equals it is the earlier. ``worth`` is an
+    Of the candidates within ``NOISE`` of the largest expected speedup, any of which might win a new
+    measurement, it takes the one with the fewest nodes; on ties the earlier. ``worth`` is an
     acceptance table [K] or [D, K] (:mod:`specmm.shape.sequoia`), or a function from a tree to its
     tokens a round.
     """
     if margin < 0:
         raise ValueError(f"margin must be at least 0, got {margin}")
-    made = tuple(_expected(costs, worth, shape) for shape in candidates)
-    most = max((one.speedup for one in made), default=0.0)
-    near = [one for one in made if one.speedup * NOISE >= most]
-    best = min(near, key=lambda one: one.shape.size, default=None)
+    forecasts = tuple(_expected(costs, worth, shape) for shape in candidates)
+    most = max((forecast.speedup for forecast in forecasts), default=0.0)
+    near = [forecast for forecast in forecasts if forecast.speedup * NOISE >= most]
+    best = min(near, key=lambda forecast: forecast.shape.size, default=None)
     gains = best is not None and best.speedup > 1 + margin
-    return Plan(best if gains else None, made, costs)
+    return Plan(best if gains else None, forecasts, costs)
 
 
 def _expected(
@@ -117,19 +115,19 @@ def _expected(
 
 
 def measured(record: Record) -> Costs | None:
-    """The costs by whole runs of a ``record``; None where no tree or nothing plain was run."""
+    """The costs from whole runs in a ``record``; None unless trees and plain decoding were run."""
     draft: dict[int, float] = {}
     verify: dict[int, float] = {}
     hosts = []
     for one in record.candidates:
-        whole = [sample.stats for sample in record.samples.get(one.method, ()) if sample.stats]
-        if not (one.nodes and whole):
+        stats = [sample.stats for sample in record.samples.get(one.method, ()) if sample.stats]
+        if not (one.nodes and stats):
             continue
-        found = total(whole)
-        rounds = max(found.batch_rounds, 1)
-        draft[one.levels] = found.draft_seconds / rounds
-        verify[one.nodes] = found.verify_seconds / rounds
-        hosts.append((found.seconds - found.draft_seconds - found.verify_seconds) / rounds)
+        seconds = total(stats)
+        rounds = max(seconds.batch_rounds, 1)
+        draft[one.levels] = seconds.draft_seconds / rounds
+        verify[one.nodes] = seconds.verify_seconds / rounds
+        hosts.append((seconds.seconds - seconds.draft_seconds - seconds.verify_seconds) / rounds)
     if not hosts or PLAIN.method not in record.samples:
         return None
     return Costs(draft, verify, record.each(PLAIN.method), max(statistics.median(hosts), 0.0))

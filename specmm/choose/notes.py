@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 class Notes:
-    """The numbers stored in the folder ``place`` under ``key``, whose ``repr`` must name everything
-    they depend on; without a ``place`` nothing is stored.
+    """The numbers stored in the folder ``place`` under ``key``, whose ``repr`` must contain
+    everything they depend on; without a ``place`` nothing is stored.
     """
 
     def __init__(self, place: Path | None = None, key: object = "") -> None:
@@ -29,10 +29,10 @@ class Notes:
     def of_machine(cls, kind: str, key: object) -> Notes:
         """Notes of one ``kind`` about this machine, in the folder of its compiled programs."""
         try:
-            place = program_cache.root() / f"{program_cache.machine()}-{kind}"
+            folder = program_cache.root() / f"{program_cache.machine()}-{kind}"
         except RuntimeError:  # nobody has a home
-            place = None
-        return cls(place, key)
+            folder = None
+        return cls(folder, key)
 
     def read(self, parse: Callable[[Any], T]) -> T | None:
         """The file's value, converted by ``parse``; None if the file is missing or damaged."""
@@ -43,19 +43,19 @@ class Notes:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
-    def write(self, found: Any) -> None:
-        """Write ``found``; a failure is ignored, since the numbers can be measured again."""
+    def write(self, content: Any) -> None:
+        """Write ``content``; a failure is ignored, since the numbers can be measured again."""
         if self.file is None:
             return
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self.file, json.dumps(found).encode())
+            write_whole(self.file, json.dumps(content).encode())
         except OSError:
             self.file = None
 
 
 def sizes_of(network: nn.Module) -> tuple[Any, ...]:
-    """The facts about ``network`` that its speed depends on: class, size, dtype and device."""
+    """The facts about ``network`` on which its speed depends: class, size, dtype and device."""
     weight = next(network.parameters())
     count = sum(x.numel() for x in network.parameters())
     return type(network).__name__, count, weight.dtype, str(weight.device)

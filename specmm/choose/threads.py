@@ -1,11 +1,10 @@
-"""How many threads a model's products take on a CPU, chosen by measurement.
+"""Chooses by measurement how many threads a model's matrix products take on a CPU.
 
-OpenMP's threads wait for one another at the end of each product. Where another program has a core,
-that wait lasts a time slice of the system, which is a thousand small products: a picture of
-pocket/llamagen took 0.37 s by one thread and 1.4 s by two beside one busy program. So the products
-of a network are timed by one thread, two, four and so on, in turn, before its first call; the
-fastest number is remembered by machine and network, and measured anew when products have become
-slower.
+OpenMP's threads wait for one another at the end of each product. If another program occupies a
+core, they wait for a time slice of the system, as long as a thousand small products: beside one
+busy program, a picture of pocket/llamagen took 0.37 s with one thread and 1.4 s with two. So a
+network's products are timed with one thread, two, four and so on before its first call. The fastest
+number is remembered by machine and network, and measured again when products have become slower.
 
 A number named by the user is obeyed: :func:`threads`, ``--threads``, ``OMP_NUM_THREADS``. The
 number changes the last digits of a product. So a job, a training, and a command that records how to
@@ -48,7 +47,7 @@ SHARE = 0.005  # the share of a call's seconds that later measurements may take
 
 @dataclass(frozen=True)
 class Choice:
-    """A number of threads, and why it is that one."""
+    """A number of threads, and the reason for it."""
 
     count: int
     reason: str
@@ -59,7 +58,7 @@ class Choice:
 
 
 class _Named:
-    """The number named for this process, and the option or variable that named it."""
+    """The number that the user named for this process, and the option or variable that did."""
 
     choice: Choice | None = None
 
@@ -77,7 +76,7 @@ def _restored() -> Iterator[None]:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Products of the whole process take ``count`` threads within the block.
+    """Within the block, products of the whole process take ``count`` threads.
 
     Raises ``ValueError`` unless it is from 1 to the machine's cores.
     """
@@ -87,7 +86,7 @@ def threads(count: int) -> Iterator[None]:
 
 
 def name_number(count: int, who: str) -> None:
-    """Products of this process take ``count`` threads from now on; errors name ``who`` asked for
+    """From now on products of this process take ``count`` threads; errors name ``who`` asked for
     it.
 
     Raises ``ValueError`` unless it is from 1 to the machine's cores.
@@ -104,8 +103,8 @@ def name_number(count: int, who: str) -> None:
 
 @contextmanager
 def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> Iterator[Choice]:
-    """Keep one number of threads within the block: the number ``recorded`` for a result that is
-    made again, else the named one, else the fastest for ``network``.
+    """Keep one number of threads within the block: the number ``recorded`` with a result that is to
+    be repeated, else the named number, else the fastest for ``network``.
 
     Raises ``ValueError`` if another number than the recorded one was named, except by
     ``OMP_NUM_THREADS``, which launchers set.
@@ -114,11 +113,11 @@ def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> I
         if recorded is None:
             _Named.choice = choose(network, rows)
         else:
-            said = _Named.choice
-            if said is not None and said.count != recorded:
+            choice = _Named.choice
+            if choice is not None and choice.count != recorded:
                 raise ValueError(
-                    f"this was begun with {recorded} threads, got {said.count}, since "
-                    f"{said.reason}; leave that out, or begin anew elsewhere"
+                    f"this run must continue with its {recorded} threads, got {choice.count} "
+                    f"({choice.reason}); leave that out, or start again in another folder"
                 )
             _Named.choice = Choice(recorded, "it was begun with so many")
         torch.set_num_threads(_Named.choice.count)
@@ -126,9 +125,9 @@ def settled(network: nn.Module, recorded: int | None = None, rows: int = 0) -> I
 
 
 def named() -> Choice | None:
-    """The number named for this process; None if it is to be chosen.
+    """The number that the user named for this process; None: choose it.
 
-    Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number, which OpenMP ignores.
+    Raises ``ValueError`` if ``OMP_NUM_THREADS``, which OpenMP then ignores, is not a number.
     """
     if _Named.choice is not None:
         return _Named.choice
@@ -155,7 +154,7 @@ def allowed() -> int:
 
 
 def _quota() -> float:
-    """Cores' worth of time that a container may take, infinity without a limit."""
+    """Cores' worth of time that this container may use; infinity without a limit."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -165,8 +164,8 @@ def _quota() -> float:
             period = (folder / "cpu.cfs_period_us").read_text()
         except OSError:
             return math.inf
-    found = float(limit) if limit.strip() != "max" else -1.0
-    return found / float(period) if found > 0 else math.inf
+    quota = float(limit) if limit.strip() != "max" else -1.0
+    return quota / float(period) if quota > 0 else math.inf
 
 
 @dataclass
@@ -174,8 +173,8 @@ class Products:
     """The products of a network's linear layers with inputs of ``rows`` rows, and the seconds that
     a pass through them takes.
 
-    ``taken`` are the seconds of a pass by the chosen number, measured ``at`` that time; ``due`` is
-    when the choice may be checked again, unless it is ``kept``.
+    ``taken`` are the seconds of a pass with the chosen number, measured at time ``at``; ``due`` is
+    when to check the choice again, unless it is ``kept``.
     """
 
     layers: list[nn.Linear]
@@ -189,22 +188,20 @@ class Products:
 
     @classmethod
     def of(cls, network: nn.Module, rows: int) -> Products:
-        """The products of ``network``; only the first, if all would exceed what a pass reads."""
-        found = [m for m in network.modules() if isinstance(m, nn.Linear) and _plain(m)]
-        read = accumulate(layer.weight.numel() for layer in found)
-        layers = [layer for layer, so_far in zip(found, read, strict=True) if so_far <= MOST]
-        layers = layers or found[:1]
+        """The products of ``network``; only the first ones, if a pass would read too much."""
+        linear = [m for m in network.modules() if isinstance(m, nn.Linear) and _plain(m)]
+        read = accumulate(layer.weight.numel() for layer in linear)
+        layers = [layer for layer, so_far in zip(linear, read, strict=True) if so_far <= MOST]
+        layers = layers or linear[:1]
         sizes = [(one.out_features, one.in_features, str(one.weight.dtype)) for one in layers]
         return cls(layers, rows, notes=Notes.of_machine("threads", (sizes, rows, allowed())))
 
     def choose(self, most: int) -> Choice:
-        """The fastest number of threads up to ``most``: remembered, unless products are slower
-        than they were.
-        """
+        """The fastest number of threads up to ``most``, remembered until products change speed."""
         if self.choice is None or self.choice.count > most:
-            known = self.notes.read(_parsed)
-            if known is not None and 1 <= known[0].count <= most:
-                self.choice, self.taken, self.at = known
+            noted = self.notes.read(_parsed)
+            if noted is not None and 1 <= noted[0].count <= most:
+                self.choice, self.taken, self.at = noted
         now = time.monotonic()
         if self.choice is not None and (self.kept or now < self.due):
             return self.choice
@@ -215,8 +212,8 @@ class Products:
         return self.choice
 
     def _has_changed(self, count: int) -> bool:
-        """Whether a pass has become slower, or faster (the machine was busy when it was chosen). A
-        changed pass is repeated, since the first may find the weights out of the caches.
+        """Whether a pass has become slower, or faster (the machine was busy at the choice). A
+        changed pass is repeated, because the first may find the weights out of the caches.
         """
         return all(not 1 / OTHER < self._pass(count) / self.taken < OTHER for _ in range(2))
 
@@ -225,23 +222,23 @@ class Products:
         counts = [2**i for i in range(most.bit_length()) if 2**i < most] + [most]
         for count in counts:
             self._pass(count)  # this starts the threads
-        taken = dict.fromkeys(counts, 0.0)
-        alone = 0.0
+        seconds = dict.fromkeys(counts, 0.0)
+        single = 0.0
         for _ in range(PASSES):
             for count in counts:
                 start = time.thread_time()
-                taken[count] += self._pass(count) / PASSES
-                alone += (time.thread_time() - start) / PASSES if count == 1 else 0.0
-        gain = BUSY_GAIN if taken[1] > WAITED * alone else GAIN
+                seconds[count] += self._pass(count) / PASSES
+                single += (time.thread_time() - start) / PASSES if count == 1 else 0.0
+        gain = BUSY_GAIN if seconds[1] > WAITED * single else GAIN
         fastest = 1
         for count in counts:
-            if taken[count] * gain < taken[fastest]:
+            if seconds[count] * gain < seconds[fastest]:
                 fastest = count
-        times = ", ".join(f"{1e3 * taken[count]:.2f} ms by {count}" for count in counts)
-        found = Choice(fastest, f"measured: the network's products take {times}")
-        self.taken, self.at = taken[fastest], time.time()
-        self.notes.write({**found.as_dict(), "taken": self.taken, "at": self.at})
-        return found
+        times = ", ".join(f"{1e3 * seconds[count]:.2f} ms by {count}" for count in counts)
+        choice = Choice(fastest, f"measured: the network's products take {times}")
+        self.taken, self.at = seconds[fastest], time.time()
+        self.notes.write({**choice.as_dict(), "taken": self.taken, "at": self.at})
+        return choice
 
     @torch.inference_mode()
     def _pass(self, count: int) -> float:
@@ -268,10 +265,10 @@ def _plain(layer: nn.Linear) -> bool:
     return weight.device.type == "cpu" and weight.is_floating_point() and weight.ndim == 2
 
 
-def _parsed(found: Any) -> tuple[Choice, float, float]:
+def _parsed(content: Any) -> tuple[Choice, float, float]:
     """A choice, the seconds of its pass and its time, from a note."""
-    choice = Choice(int(found["threads"]), str(found["threads_reason"]))
-    return choice, float(found["taken"]), float(found["at"])
+    choice = Choice(int(content["threads"]), str(content["threads_reason"]))
+    return choice, float(content["taken"]), float(content["at"])
 
 
 class _Call(local):
@@ -282,8 +279,8 @@ class _Call(local):
 
 
 class _Process:
-    """PyTorch's own number before the first of the ``calls`` in progress; a Python thread that
-    begins meanwhile would read the number that another call chose.
+    """PyTorch's number of threads before the first of the ``calls`` in progress: a Python thread
+    that begins meanwhile would read another call's choice.
     """
 
     lock = Lock()
@@ -300,10 +297,10 @@ def choose(network: nn.Module, rows: int = 0) -> Choice:
     Products have ``rows`` rows, by default the network's ``step_rows``, or :data:`ROWS` if it has
     none.
 
-    Raises ``ValueError`` for an ``OMP_NUM_THREADS`` that is no number.
+    Raises ``ValueError`` if ``OMP_NUM_THREADS`` is not a number.
     """
-    found = named()
-    if found is None:
+    named_threads = named()
+    if named_threads is None:
         most = allowed()
         if network not in _products:
             rows = rows or getattr(network, "step_rows", ROWS)
@@ -311,15 +308,15 @@ def choose(network: nn.Module, rows: int = 0) -> Choice:
         products = _products[network]
         if most == 1 or not products.layers:
             return Choice(torch.get_num_threads(), "PyTorch's own")
-        found = products.choose(most)
-    torch.set_num_threads(found.count)
-    return found
+        named_threads = products.choose(most)
+    torch.set_num_threads(named_threads.count)
+    return named_threads
 
 
 @contextmanager
 def chosen(network: object) -> Iterator[None]:
-    """Within the block ``network`` runs with the fastest number of threads, unless a number was
-    named; PyTorch's own number is restored after it.
+    """Within the block ``network`` runs with the fastest number of threads, or the named one;
+    afterwards PyTorch's number is restored.
     """
     if not isinstance(network, nn.Module) or _call.inside or named() is not None:
         yield
@@ -328,24 +325,24 @@ def chosen(network: object) -> Iterator[None]:
         if not _Process.calls:
             _Process.own = torch.get_num_threads()
         _Process.calls += 1
-        own = _Process.own
+        count = _Process.own
     _call.inside = True
     try:
-        torch.set_num_threads(own)
+        torch.set_num_threads(count)
         several = allowed() > 1
         choose(network)
-        found = _products[network]
-        _call.products = found if found.layers and several else None
+        products = _products[network]
+        _call.products = products if products.layers and several else None
         yield
     finally:
         _call.inside, _call.products = False, None
         with _Process.lock:
             _Process.calls -= 1
-        torch.set_num_threads(own)
+        torch.set_num_threads(count)
 
 
 def look_again() -> None:
-    """Between two rounds of a call, choose the threads again if products have become slower."""
+    """Called between rounds: choose the threads again if products have become slower."""
     products = _call.products
     if products is not None and not products.kept and time.monotonic() >= products.due:
         torch.set_num_threads(_Process.own)
@@ -353,6 +350,6 @@ def look_again() -> None:
 
 
 def keep_threads() -> None:
-    """The network of this call keeps its number: programs are built for one."""
+    """Fix this call's number of threads, because programs are built for one number."""
     if _call.products is not None:
         _call.products.kept = True

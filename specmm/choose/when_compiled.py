@@ -1,13 +1,13 @@
 """``compiled="auto"``: programs are made when they save more time than they take.
 
 A call's kind of work (model, method, options, batch size) has three numbers, in seconds: a picture
-(of texts: a token) uncompiled, one compiled, and what the first compiled ones took beyond that.
-They are kept in the folder of programs (:mod:`specmm.programs.program_cache`), so that later
-processes know them, and know that programs lie there which need only be loaded.
+(for texts: a token) uncompiled, a picture compiled, and the extra time of the first compiled
+pictures. They are stored in the folder of programs (:mod:`specmm.programs.program_cache`), so that
+later processes know them, and know that programs there only need loading.
 
-The rule is that of renting or buying: a batch is compiled if the seconds that programs would have
-saved so far in this process, and will save in the rest of the call, exceed the seconds that they
-take. With nothing to come it takes at most twice the time of the best choice made in hindsight.
+As in renting or buying: a batch is compiled if the seconds that programs would have saved so far in
+this process, and will save in the rest of the call, exceed the seconds of compiling. If no pictures
+follow, this takes at most twice the time of the best choice in hindsight.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ SHARE = 0.35  # the share of seconds saved until measured: LlamaGen 0.3 to 0.45
 class Seconds:
     """The seconds of one kind of work on this machine; None where not measured.
 
-    ``plain`` and ``quick`` are a picture's, uncompiled and compiled; ``build`` and ``load`` are
-    what the first compiled ones of a process took beyond that, without programs in the folder and
-    with them.
+    ``plain`` and ``quick``: a picture's, uncompiled and compiled; ``build`` and ``load``: the extra
+    time of a process's first compiled pictures, without and with programs in the folder.
     """
 
     plain: float | None = None
@@ -51,7 +50,7 @@ class Seconds:
 
     @property
     def usual(self) -> float:
-        """What a compiled picture usually saves."""
+        """The seconds that a compiled picture usually saves."""
         return (self.plain or 0.0) * SHARE
 
     @property
@@ -77,9 +76,9 @@ def check_compiled(compiled: object) -> None:
 
 @dataclass
 class Work:
-    """One kind of work in this process: its known seconds, and what was decided so far.
+    """One kind of work in this process: its known seconds, and the decisions so far.
 
-    ``notes`` keep its numbers.
+    ``notes`` store its numbers.
     """
 
     seconds: Seconds = field(default_factory=Seconds)
@@ -91,18 +90,18 @@ class Work:
 
     @classmethod
     def of(cls, key: object) -> Work:
-        """The work called ``key``, a value whose ``repr`` says all that its seconds depend on."""
-        place = program_cache.folder()
-        notes = Notes(None if place is None else place / "seconds", key)
+        """The work called ``key``, whose ``repr`` contains all that its seconds depend on."""
+        folder = program_cache.folder()
+        notes = Notes(None if folder is None else folder / "seconds", key)
         return cls(notes.read(_parsed) or Seconds(), notes)
 
     @property
     def saved(self) -> float:
-        """The seconds that a compiled picture saves; that it saves none is only believed after
-        ``TRIES`` batches, in each process anew.
+        """The seconds that a compiled picture saves. A measured saving of zero counts only after
+        ``TRIES`` batches of this process.
         """
-        found = self.seconds.saved
-        return found if found > 0 or self.tried >= TRIES else self.seconds.usual
+        saved = self.seconds.saved
+        return saved if saved > 0 or self.tried >= TRIES else self.seconds.usual
 
     def pays(self, pictures: int) -> bool:
         """Whether programs pay for the next ``pictures``, given those drawn by this process."""
@@ -127,35 +126,35 @@ class Work:
         be ``built``, later pictures are not compiled.
         """
         self.able &= built
-        known = self.seconds
-        each = seconds / pictures
+        noted = self.seconds
+        per_picture = seconds / pictures
         if not quick:
-            known.plain = each if known.plain is None else min(each, known.plain)
+            noted.plain = per_picture if noted.plain is None else min(per_picture, noted.plain)
             self.missed += pictures * max(self.saved, 0.0)
         elif self.ready:
             self.tried += 1
-            known.quick = each if known.quick is None else min(each, known.quick)
+            noted.quick = per_picture if noted.quick is None else min(per_picture, noted.quick)
         else:
-            usual = known.quick or (known.plain or 0.0) * (1 - SHARE)
+            usual = noted.quick or (noted.plain or 0.0) * (1 - SHARE)
             beyond = max(seconds - pictures * usual, 0.0)
-            if known.build is None:
-                known.build = beyond
+            if noted.build is None:
+                noted.build = beyond
             else:
-                known.load = beyond
+                noted.load = beyond
             self.ready = True
-        self.notes.write(asdict(known))
+        self.notes.write(asdict(noted))
 
 
-def _parsed(found: Any) -> Seconds:
+def _parsed(content: Any) -> Seconds:
     """The seconds from a note."""
-    names = [name for name in Seconds.__dataclass_fields__ if found.get(name) is not None]
-    return Seconds(**{name: float(found[name]) for name in names})
+    names = [name for name in Seconds.__dataclass_fields__ if content.get(name) is not None]
+    return Seconds(**{name: float(content[name]) for name in names})
 
 
 class Works:
     """The kinds of work of a pipeline, by everything their seconds depend on.
 
-    ``coming`` counts the pictures of the same kind that later calls will draw, where a run knows.
+    ``coming`` counts the pictures of the same kind that later calls will draw, if known.
     """
 
     def __init__(self, name: str) -> None:
@@ -164,11 +163,11 @@ class Works:
         self.coming = 0
 
     def clear(self) -> None:
-        """Programs of this process no longer serve: the networks have moved."""
+        """Forget all decisions: the networks have moved, so programs are no longer valid."""
         self.all.clear()
 
     def replaced(self) -> None:
-        """Programs of this process are gone, and are built or loaded when they are needed again."""
+        """Note that this process's programs are gone, and are built or loaded when needed."""
         for work in self.all.values():
             work.ready = False
 
@@ -195,12 +194,12 @@ class Works:
 
     def of(self, network: torch.nn.Module, key: object) -> Work:
         """The work of ``network`` under ``key``."""
-        own = repr((self.name, *sizes_of(network), key))
-        if own not in self.all:
-            work = self.all[own] = Work.of(own)
+        key_text = repr((self.name, *sizes_of(network), key))
+        if key_text not in self.all:
+            work = self.all[key_text] = Work.of(key_text)
             if next(network.parameters()).is_cuda and work.seconds.build is None:
                 work.seconds.build = CAPTURE / LOAD  # each process "loads" them
-        return self.all[own]
+        return self.all[key_text]
 
 
 @dataclass
@@ -220,7 +219,7 @@ class Turn(Generic[T]):
 
     @contextmanager
     def batch(self, pictures: int, left: int, fits: bool) -> Iterator[T]:
-        """The network or program that draws this batch of ``pictures``; the block is timed.
+        """Context for a batch: the network or program that draws its ``pictures``; times the block.
         ``left`` counts pictures of this and later batches; only a batch that ``fits`` is compiled.
         """
         chosen = self._chosen(left) if fits else self.plain
@@ -234,11 +233,11 @@ class Turn(Generic[T]):
             self.work.observe(time.perf_counter() - start, pictures, quick, built)
 
     def pays(self, pictures: int) -> bool:
-        """Whether programs are there and pay for ``pictures`` to come."""
+        """Whether programs exist and pay for ``pictures`` to come."""
         return self.work is not None and self.work.programs(pictures, self.make) is not None
 
     def _chosen(self, left: int) -> T:
         if self.work is None:
             return self.chosen
-        made = self.work.programs(left + self.coming, self.make)
-        return self.plain if made is None else made
+        program = self.work.programs(left + self.coming, self.make)
+        return self.plain if program is None else program

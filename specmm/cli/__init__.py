@@ -75,14 +75,12 @@ def options(
         typer.Option(help="A Python file or module that registers drafters, rules or trees."),
     ] = [],  # noqa: B006  typer copies it
 ) -> None:
-    """Draft-verify acceleration, with a certificate of what each run kept of the model's
-    distribution.
-    """
+    """Draft-verify acceleration, with a certificate of how a run keeps the model's distribution."""
     if load:
         from specmm.extending import extension
 
-        for place in load:
-            extension.load(place)
+        for file in load:
+            extension.load(file)
 
 
 # Threads that wait for one another soon sleep: where other programs run, to wait awake costs a time

@@ -111,7 +111,7 @@ def batch(
     """
     if status:
         return _status(place(out or jobs), as_json)
-    file, folder = place(jobs), place(_needed(out, "a folder for its results, give --out FOLDER"))
+    file, folder = place(jobs), place(_required(out, "a folder for its results, give --out FOLDER"))
     if verify:
         return _verify(file, folder, as_json)
     from specmm.extending.outside import of_others
@@ -120,9 +120,10 @@ def batch(
     from specmm.jobs.items import read_items
     from specmm.jobs.progress import Metrics
     from specmm.jobs.workers import kind_of_work
-    from specmm.runs.run import Place, methods_of, parse_method
+    from specmm.methods.making import parse_method
+    from specmm.runs.run import Place, methods_of
 
-    model = _needed(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
+    model = _required(model, "a model, give --model NAME (specmm zoo lists the shipped ones)")
     with reached(file):
         items = read_items(file, seed)
     sampling = given(
@@ -145,11 +146,11 @@ def batch(
             raise ValueError(f"--draw is for jobs of questions, got {kind}; leave it out")
         if drafter is not None and of_others(drafter):
             raise ValueError(
-                f"--drafter must be a folder, got {drafter}, one of your own; give --method draft "
+                f"--drafter must be a folder, got your own drafter {drafter}; give --method draft "
                 f"-o drafter={drafter}"
             )
         if workers and engine != "ray":
-            raise ValueError("--workers are actors of --engine ray; leave it out")
+            raise ValueError("--workers is for --engine ray; leave it out")
         spec = Spec(
             model,
             method,
@@ -174,33 +175,33 @@ def batch(
         raise typer.Exit(1)
 
 
-def _needed(given: T | None, what: str) -> T:
-    if given is None:
+def _required(value: T | None, what: str) -> T:
+    if value is None:
         raise ValueError(f"batch needs {what}")
-    return given
+    return value
 
 
 def _verify(jobs: Path, out: Path, as_json: bool) -> None:
-    """Print what is in OUT and exit with status 1 if any of it is wrong."""
+    """Print the contents of OUT, and exit with status 1 if any of it is wrong."""
     from specmm.jobs.folder import read_spec
     from specmm.jobs.items import read_items
     from specmm.jobs.verify import verify
 
     with reached(out):
-        found = vars(verify(out, read_items(jobs, read_spec(out).seed)))
-    problems = found["problems"]
+        counts = vars(verify(out, read_items(jobs, read_spec(out).seed)))
+    problems = counts["problems"]
     if as_json:
-        emit(found)
+        emit(counts)
     else:
-        typer.echo(f"{_counts(found)}, {found['left']} left")
+        typer.echo(f"{_counts(counts)}, {counts['left']} left")
         typer.echo("\n".join(problems) or "every file is whole and belongs to one item")
         if problems:
             say("the job's command with --repair makes damaged and missing results again")
     raise typer.Exit(1 if problems else 0)
 
 
-def _counts(found: dict[str, Any]) -> str:
-    return f"{found['done']} of {found['items']} items done, {found['failed']} set aside"
+def _counts(counts: dict[str, Any]) -> str:
+    return f"{counts['done']} of {counts['items']} items done, {counts['failed']} set aside"
 
 
 def _status(folder: Path, as_json: bool) -> None:
@@ -208,25 +209,25 @@ def _status(folder: Path, as_json: bool) -> None:
     from specmm.jobs.verify import status
 
     with reached(folder):
-        found = status(folder)
+        report = status(folder)
     if as_json:
-        return emit(found)
-    typer.echo(f"{_counts(found)}, {found['left']} left")
-    if found["seconds_left"]:
-        left = timedelta(seconds=round(found["seconds_left"]))
-        workers = f"{found['workers']} worker{'s' * (found['workers'] != 1)}"
-        typer.echo(f"{found['rate']:.2f} a second lately by {workers}, {left} left at that rate")
-    if found["seconds_since_last"] is not None:
-        since = timedelta(seconds=round(found["seconds_since_last"]))
+        return emit(report)
+    typer.echo(f"{_counts(report)}, {report['left']} left")
+    if report["seconds_left"]:
+        left = timedelta(seconds=round(report["seconds_left"]))
+        workers = f"{report['workers']} worker{'s' * (report['workers'] != 1)}"
+        typer.echo(f"{report['rate']:.2f} a second lately by {workers}, {left} left at that rate")
+    if report["seconds_since_last"] is not None:
+        since = timedelta(seconds=round(report["seconds_since_last"]))
         typer.echo(f"the last result came {since} ago")
 
 
 def _report(
     summary: dict[str, Any], counts: Progress, price: float | None, out: Path, as_json: bool
 ) -> None:
-    """Print what was done; raises ``Interrupted`` after Ctrl-C."""
+    """Print a summary of the run; raises ``Interrupted`` after Ctrl-C."""
     now = {
-        "done_now": len(counts.done),
+        "done_now": counts.done,
         "wall_seconds": counts.seconds,
         "interrupted": counts.interrupted,
         "out": str(out),
@@ -237,13 +238,13 @@ def _report(
         emit({**summary, **now})
     else:
         typer.echo(f"{_counts(summary)}, in {out}")
-        rate = f", {len(counts.done) / counts.seconds:.2f} a second" if counts.done else ""
+        rate = f", {counts.done / counts.seconds:.2f} a second" if counts.done else ""
         cost = f", cost {now['cost']:.4f}" if price is not None else ""
-        typer.echo(f"{len(counts.done)} of them now in {counts.seconds:.1f} s{rate}{cost}")
+        typer.echo(f"{counts.done} of them now in {counts.seconds:.1f} s{rate}{cost}")
         if "repaired" in summary:
             typer.echo(_repaired(summary["repaired"], summary["repaired_otherwise"]))
     if counts.interrupted:
-        raise Interrupted("everything finished is kept; run the same command again to go on")
+        raise Interrupted("all finished results are kept; run the same command again to continue")
     if summary["failed"]:
         failed = f"{summary['failed']} items failed, see {out / 'failed.jsonl'}"
         say(f"{failed}; --retry-failed tries them again")

@@ -89,16 +89,16 @@ def bench(
 
     seed = secrets.randbelow(2**31) if seed is None else seed
     place = Place.named(device, dtype)
-    asked = Bench(model, methods, drafter, place, batch, n, seed, compile_all)
+    request = Bench(model, methods, drafter, place, batch, n, seed, compile_all)
     size = given(height=height, width=width)
     written = given(max_new_tokens=max_new_tokens, temperature=temperature)
     with stdout_reserved():
         kind = kind_of(model, question)
         if kind == "images":
             refuse(_drawing(model), image=image, **written)
-            rows = asked.pictures(prompt, size)
+            rows = request.pictures(prompt, size)
         else:
-            rows = asked.texts(asked_of(model, kind, prompt, question, image, size), **written)
+            rows = request.texts(asked_of(model, kind, prompt, question, image, size), **written)
     if as_json:
         return emit(rows)
     where = f"{rows[0]['dtype']}, {rows[0]['threads']} threads, seed {seed}"
@@ -106,8 +106,8 @@ def bench(
     typer.echo(table(table_of(rows, columns)))
     typer.echo(f"{n} runs each at batch {batch}, {where}; speed-up over plain decoding of this run")
     if compile_all:
-        made = [row["label"] for row in rows if row["compiled"]]
-        typer.echo(f"compiled: {', '.join(made) or 'none of them'}")
+        compiled_rows = [row["label"] for row in rows if row["compiled"]]
+        typer.echo(f"compiled: {', '.join(compiled_rows) or 'none of them'}")
         for row in rows:
             if row["not_compiled"]:
                 typer.echo(f"not {row['label']}: {row['not_compiled']}")
@@ -177,7 +177,7 @@ def plan(
     if trace is not None:
         refuse("traces, of which no model is run", model=model, prompt=prompt, **asking, **size)
         refuse("traces, of which no model is run", **written, drafter=drafter, cfg=cfg, tv=tv)
-        return _shown(plan_traced(trace, costs, batch, tree), as_json)
+        return _print_plan(plan_traced(trace, costs, batch, tree), as_json)
     refuse("--trace FILE", costs=costs, tree=tree)
     if model is None:
         raise ValueError("a plan needs a model, or --trace FILE of one, got neither")
@@ -187,21 +187,21 @@ def plan(
         if kind == "images":
             refuse(_drawing(model), **asking, **written)
             if len(prompt) > 1:
-                raise ValueError(f"a plan of pictures is of one --prompt, got {len(prompt)}")
+                raise ValueError(f"a plan of pictures takes one --prompt, got {len(prompt)}")
             first = prompt[0] if prompt else None
-            made = plan_model(model, batch or 1, cfg, place, drafter, first, tv, **size)
+            planned = plan_model(model, batch or 1, cfg, place, drafter, first, tv, **size)
         else:
             refuse(f"texts and answers of {model}", cfg=cfg, batch=batch, tv=tv)
-            asked = asked_of(model, kind, prompt, question, image, size)
-            made = plan_language(model, asked, place, drafter, **written)
-    _shown(made, as_json)
+            request = asked_of(model, kind, prompt, question, image, size)
+            planned = plan_language(model, request, place, drafter, **written)
+    _print_plan(planned, as_json)
 
 
-def _shown(made: tuple[dict[str, Any], list[str]], as_json: bool) -> None:
+def _print_plan(planned: tuple[dict[str, Any], list[str]], as_json: bool) -> None:
     """Print a plan."""
-    found, lines = made
+    facts, lines = planned
     if as_json:
-        emit(found)
+        emit(facts)
     else:
         typer.echo("\n".join(lines))
 
@@ -245,9 +245,7 @@ def demo(
     api_key: Key = "",
     as_json: Json = False,
 ) -> None:
-    """Draw a few classes by three methods, one picture at a time, and compare them; or open the
-    app.
-    """
+    """Draw a few classes by three methods, one picture at a time, and compare; or open the app."""
     from specmm.loading.hardware import Place
 
     if app:
@@ -297,8 +295,8 @@ def _open(
     """
     from specmm.app.models import AppModels
 
-    alone = host == LOCAL and not share
-    models = AppModels(extra, place, anything=alone, text_encoder=text_encoder)
+    local = host == LOCAL and not share
+    models = AppModels(extra, place, anything=local, text_encoder=text_encoder)
     with needed("the app", "app"):
         from specmm.app.page import build, serve
     say("loading the models and opening the app; Ctrl-C ends it")

@@ -14,7 +14,7 @@ from specmm import methods
 from specmm.cli.options import Json
 from specmm.cli.output import emit, table
 from specmm.cli.published import list_published
-from specmm.extending.registry import Registry, maker_of, unknown
+from specmm.extending.registry import Registry, maker_of, summary, unknown
 
 HEAD = ("model", "size", "licence", "what it is")
 SHORT = (24, 60)  # letters of a licence and of a description in the table of models
@@ -29,7 +29,7 @@ def methods_command(as_json: Json = False) -> None:
     from specmm.shape.trees import NAMED, TREES
     from specmm.verify.rule import RULES
 
-    families = {family: _described(kinds) for family, kinds in methods.Methods.families.items()}
+    families = {family: _descriptions(kinds) for family, kinds in methods.Methods.families.items()}
     names: dict[str, list[str]] = {
         "drafters of image tokens": [*DRAFTERS, *OTHERS],
         "drafters of answers and texts": [*filter(_drafts, methods.GENERATE), *OTHERS],
@@ -39,7 +39,7 @@ def methods_command(as_json: Json = False) -> None:
         | {"sequoia(12)": "the best of so many nodes for the drafter's measured acceptance"}
         | {name: f"a published list of {len(paths)} drafts" for name, paths in NAMED.items()},
         "rules": {
-            name: f"{'exact' if kind.rule.exact else 'relaxed, measured'}{_said(kind.rule)}: "
+            name: f"{'exact' if kind.rule.exact else 'relaxed, measured'}{_author(kind.rule)}: "
             + kind.what
             for name, kind in RULES.items()
         },
@@ -48,36 +48,36 @@ def methods_command(as_json: Json = False) -> None:
         return emit({"methods": families, **names, **described})
     for family, kinds in families.items():
         typer.echo(family)
-        for name, (claim, what) in kinds.items():
-            typer.echo(f"  {name:14} {claim:14} {what}")
+        for name, (claim, line) in kinds.items():
+            typer.echo(f"  {name:14} {claim:14} {line}")
     typer.echo("method draft: any drafter, tree and rule, as")
     typer.echo("  draft(drafter=block, tree=delayed(1, 3, 2), rule=specinfer)")
     for title, entries in names.items():
         typer.echo("\n  ".join([title, *entries]))
     for title, lines in described.items():
-        typer.echo("\n".join([title, *(f"  {name:40} {what}" for name, what in lines.items())]))
+        typer.echo("\n".join([title, *(f"  {name:40} {line}" for name, line in lines.items())]))
 
 
-def _said(rule: object) -> str:
+def _author(rule: object) -> str:
     """A note that names the author of a third-party rule's claim; "" for our own rules."""
     maker = maker_of(rule)
     return f" by the word of {maker}" if maker else ""
 
 
-def _described(kinds: Registry) -> dict[str, tuple[str, str]]:
-    """For each method by name, its claim and the first line of its docstring."""
-    found = {}
+def _descriptions(kinds: Registry) -> dict[str, tuple[str, str]]:
+    """For each method by name, its claim and its summary."""
+    described = {}
     for name in kinds:
         method = kinds.get(name)
-        line = (method.__doc__ or "").splitlines()[0].replace("``", "`")
+        line = summary(method).replace("``", "`")
         if method.here:
             line += f" (Here {method.here}.)"
-        found[name] = (method.claims, re.sub(r":class:`(\w+)`", r"\1", line))
-    return found
+        described[name] = (method.claims, re.sub(r":class:`(\w+)`", r"\1", line))
+    return described
 
 
 def _drafts(name: str) -> bool:
-    """Whether method draft can take the drafter of method ``name``: it has a tree and a rule."""
+    """Whether method draft can use the drafter of method ``name``, which has a tree and a rule."""
     options = {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
     return {"tree", "rule"} <= options and "drafter" not in options
 
@@ -101,15 +101,15 @@ def zoo(
     shipped = pocket_models()
     if name is not None and name not in shipped:
         raise unknown("pocket model", name, shipped)
-    found = [_card(one) for one in ([name] if name else shipped)]
+    cards = [_card(model) for model in ([name] if name else shipped)]
     if as_json:
-        return emit(found[0] if name else found)
-    if not found:
+        return emit(cards[0] if name else cards)
+    if not cards:
         return typer.echo("no pocket models in this installation")
     if name is None:
-        return typer.echo(table([HEAD, *map(_short, found)]) + "\n" + HINT)
-    typer.echo(_model_lines(found[0]))
-    if named := found[0]["classes"]:
+        return typer.echo(table([HEAD, *map(_table_row, cards)]) + "\n" + HINT)
+    typer.echo(_model_lines(cards[0]))
+    if named := cards[0]["classes"]:
         lines = textwrap.wrap(", ".join(named), WIDTH, break_on_hyphens=False)
         typer.echo("\n  ".join([f"  classes, by id from 0 to {len(named) - 1}:", *lines]))
 
@@ -122,7 +122,7 @@ def _card(name: str) -> dict[str, Any]:
     return {"name": name, "bytes": size, **card(name), "classes": classes(folder)}
 
 
-def _short(model: Mapping[str, Any]) -> list[str]:
+def _table_row(model: Mapping[str, Any]) -> list[str]:
     """A row of the table of models."""
     texts = [str(model.get(key, "")) for key in ("licence", "description")]
     cut = [textwrap.shorten(t, w, placeholder=" …") for t, w in zip(texts, SHORT, strict=True)]
@@ -130,6 +130,7 @@ def _short(model: Mapping[str, Any]) -> list[str]:
 
 
 def _model_lines(model: Mapping[str, Any]) -> str:
+    """A shipped model's card as text."""
     title = f"{model['name']}  {model['bytes'] / 2**20:.1f} MB  {model.get('description', '')}"
     lines = [title.rstrip()]
     for key in ("data", "licence", "seed", "steps", "loss", "command", "install"):
@@ -142,7 +143,7 @@ def _model_lines(model: Mapping[str, Any]) -> str:
 
 
 def _text(value: object) -> str:
-    """A value of JSON for people."""
+    """A JSON value as text for users."""
     if isinstance(value, dict):
         return ", ".join(f"{k} {_text(v)}" for k, v in value.items())
     if isinstance(value, list):

@@ -57,57 +57,59 @@ def doctor(
         if trace is not None:
             case.trace(temperature).save(trace)
             say(f"{trace} written, for specmm plan --trace {trace} --costs FILE")
-        found, place = case.diagnosis(), str(case.place)
+        diagnosis, drafter_path = case.diagnosis(), str(case.place)
     if as_json:
-        return emit(_facts(found, place))
-    for line in _lines(found, place):
+        return emit(_facts(diagnosis, drafter_path))
+    for line in _lines(diagnosis, drafter_path):
         typer.echo(line)
 
 
-def _facts(found: Diagnosis, place: str) -> dict[str, object]:
-    own, best = found.own, found.best
+def _facts(diagnosis: Diagnosis, drafter: str) -> dict[str, object]:
+    """The diagnosis for JSON."""
+    usual, best = diagnosis.own, diagnosis.best
     changes = [
-        {"change": change.named, "hint": change.hint, "tau": other.tau, "sampled": other.sampled}
-        for change, other in found.changes
+        {"change": change.named, "hint": change.hint, "tau": one.tau, "sampled": one.sampled}
+        for change, one in diagnosis.changes
     ]
     return {
-        "drafter": place,
-        "answers": len(own.seen.tokens),
-        "tau": own.tau,
-        "sampled": own.sampled,
-        "by_depth": own.by_depth,
-        "by_kind": own.parts(),
+        "drafter": drafter,
+        "answers": len(usual.seen.tokens),
+        "tau": usual.tau,
+        "sampled": usual.sampled,
+        "by_depth": usual.by_depth,
+        "by_kind": usual.parts(),
         "change": None if best is None else best[0].named,
         "changes": changes,
         "asked": [
-            {"how": how, "tau": other.tau, "sampled": other.sampled} for how, other in found.asked
+            {"how": how, "tau": one.tau, "sampled": one.sampled} for how, one in diagnosis.asked
         ],
     }
 
 
-def _lines(found: Diagnosis, place: str) -> Iterator[str]:
-    own, best = found.own, found.best
-    count = int(own.seen.long.sum())
-    yield f"{place}, on {len(own.seen.tokens)} answers of its target ({count} tokens, greedy)"
-    yield f"  tokens a round: {own.tau:.2f} greedy, {own.sampled:.2f} at T = 1"
-    yield f"  drafts kept by depth: {' '.join(f'{x:.0%}' for x in own.by_depth)}"
-    yield f"  first drafts kept: {', '.join(f'{n} {x:.0%}' for n, x in own.parts().items())}"
+def _lines(diagnosis: Diagnosis, drafter: str) -> Iterator[str]:
+    """The diagnosis as text, line by line."""
+    usual, best = diagnosis.own, diagnosis.best
+    count = int(usual.seen.long.sum())
+    yield f"{drafter}, on {len(usual.seen.tokens)} answers of its target ({count} tokens, greedy)"
+    yield f"  tokens a round: {usual.tau:.2f} greedy, {usual.sampled:.2f} at T = 1"
+    yield f"  drafts kept by depth: {' '.join(f'{x:.0%}' for x in usual.by_depth)}"
+    yield f"  first drafts kept: {', '.join(f'{n} {x:.0%}' for n, x in usual.parts().items())}"
     rows = [("read otherwise", "tokens a round", "at T = 1")]
-    for change, other in found.changes[:SHOWN]:
+    for change, other in diagnosis.changes[:SHOWN]:
         rows.append((change.named, f"{other.tau:.2f}", f"{other.sampled:.2f}"))
     yield table(rows)
-    if found.asked:
+    if diagnosis.asked:
         rows = [("asked otherwise", "tokens a round", "at T = 1")]
-        rows += [(how, f"{one.tau:.2f}", f"{one.sampled:.2f}") for how, one in found.asked]
+        rows += [(how, f"{one.tau:.2f}", f"{one.sampled:.2f}") for how, one in diagnosis.asked]
         yield table(rows)
-    if (better := found.better_asked) is not None:
+    if (better := diagnosis.better_asked) is not None:
         yield f"It keeps more of answers to questions {better[0]}: it may have learnt from such."
     if best is not None:
         yield f"Read it with {best[0].named}: {best[0].hint}."
         return
-    weakest = min(range(len(own.by_depth)), key=own.by_depth.__getitem__)
-    kind, share = min(own.parts().items(), key=lambda pair: pair[1])
+    weakest = min(range(len(usual.by_depth)), key=usual.by_depth.__getitem__)
+    kind, share = min(usual.parts().items(), key=lambda pair: pair[1])
     yield (
         "No other way of reading it is worth more: what it keeps is its own. Weakest at depth "
-        f"{weakest + 1} ({own.by_depth[weakest]:.0%}), of first drafts: {kind} ({share:.0%})."
+        f"{weakest + 1} ({usual.by_depth[weakest]:.0%}), of first drafts: {kind} ({share:.0%})."
     )

@@ -37,10 +37,10 @@ def inspect(folder: Folder, target: Target = None, as_json: Json = False) -> Non
     from specmm.hf.drafters.inspection import inspect as read
 
     with stdout_reserved():
-        found = read(folder, target)
+        inspection = read(folder, target)
     if as_json:
-        return emit(found.as_dict())
-    for line in _lines(found, target):
+        return emit(inspection.as_dict())
+    for line in _lines(inspection, target):
         typer.echo(line)
 
 
@@ -51,35 +51,36 @@ def export(
     from specmm.runs.export import export as write
 
     with stdout_reserved():
-        made = write(drafter, layout, out, target)
+        written = write(drafter, layout, out, target)
     if as_json:
-        return emit(made)
-    say(f"{made['format']} written to {made['folder']} as {made['layout']}")
-    if made["note"]:
-        say(made["note"])
+        return emit(written)
+    say(f"{written['format']} written to {written['folder']} as {written['layout']}")
+    if written["note"]:
+        say(written["note"])
 
 
-def _lines(found: Inspection, target: str | None) -> list[str]:
-    lines = [f"{found.folder}", f"  {found.format}"]
-    lines += [f"  {does:9} by {', '.join(names)}" for does, names in found.takes.items()]
-    if found.methods:
-        drafts = "drafts by" if found.takes else "methods"
-        lines.append(f"  {drafts:9} {', '.join(found.methods)}")
-    if said := _target_line(found.wanted.__dict__):
+def _lines(inspection: Inspection, target: str | None) -> list[str]:
+    """The description of a drafter as text, line by line."""
+    lines = [f"{inspection.folder}", f"  {inspection.format}"]
+    lines += [f"  {does:9} by {', '.join(names)}" for does, names in inspection.takes.items()]
+    if inspection.methods:
+        drafts = "drafts by" if inspection.takes else "methods"
+        lines.append(f"  {drafts:9} {', '.join(inspection.methods)}")
+    if said := _target_line(inspection.wanted.__dict__):
         lines.append(f"  target    {said}")
-    if found.sizes:
-        lines.append(f"  sizes     {', '.join(f'{k} {v}' for k, v in found.sizes.items())}")
-    lines.append(f"  use       {found.use}")
-    lines += [f"  note      {note}" for note in found.notes]
-    if found.misfits is not None:
-        fits = "fits" if not found.misfits else "does not fit"
-        lines.append(f"  {fits} {target}" + "".join(f"; {why}" for why in found.misfits))
-    for one in found.drafters:
-        lines += [f"  {line}" for line in _lines(one, None)]
+    if inspection.sizes:
+        lines.append(f"  sizes     {', '.join(f'{k} {v}' for k, v in inspection.sizes.items())}")
+    lines.append(f"  use       {inspection.use}")
+    lines += [f"  note      {note}" for note in inspection.notes]
+    if inspection.misfits is not None:
+        fits = "fits" if not inspection.misfits else "does not fit"
+        lines.append(f"  {fits} {target}" + "".join(f"; {why}" for why in inspection.misfits))
+    for drafter in inspection.drafters:
+        lines += [f"  {line}" for line in _lines(drafter, None)]
     return lines
 
 
 def _target_line(wanted: dict[str, Any]) -> str:
-    shown = {**wanted, "architectures": ", ".join(wanted["architectures"])}
-    shown["reads"] = "layers " + " ".join(map(str, wanted["reads"])) if wanted["reads"] else None
-    return ", ".join(f"{name} {value}" for name, value in shown.items() if value)
+    fields = {**wanted, "architectures": ", ".join(wanted["architectures"])}
+    fields["reads"] = "layers " + " ".join(map(str, wanted["reads"])) if wanted["reads"] else None
+    return ", ".join(f"{name} {value}" for name, value in fields.items() if value)

@@ -108,17 +108,18 @@ def generate(
         raise ValueError("generate needs a MODEL (specmm zoo lists the shipped ones), or --like")
     from specmm.choose.threads import settled
     from specmm.extending.outside import with_own
+    from specmm.methods.making import parse_method
     from specmm.runs import run as runs
 
     if bool(classes) == bool(prompt):
         raise ValueError("give --class or --prompt (either may be repeated), and not both")
-    chosen = runs.parse_method(runs.methods_of("images", model), method, option)
+    chosen = parse_method(runs.methods_of("images", model), method, option)
     chosen, drafter = with_own(runs.methods_of("images", model), chosen, drafter)
     seed = secrets.randbelow(2**31) if seed is None else seed
     sampling = given(
         cfg=cfg, cfg_interval=cfg_interval, temperature=temperature, top_k=top_k, top_p=top_p
     )
-    wanted = given(
+    picture_options = given(
         negative_prompt=negative_prompt, height=height, width=width, num_inference_steps=steps
     )
     run = runs.PictureRun(
@@ -132,7 +133,7 @@ def generate(
         writable(out or Path("out") / f"{chosen.name}-{seed}"),
         compiled_as(compiled, compile_all),
         batch_invariant,
-        wanted,
+        picture_options,
     )
     with stdout_reserved():
         place = runs.Place.named(device, dtype)
@@ -153,7 +154,7 @@ def generate(
 
 
 def _again(context: typer.Context, like: Path, model: str | None, out: Path, as_json: bool) -> None:
-    """Draw the picture in ``like`` again; the exit status is 1 if it is another.
+    """Draw the picture in ``like`` again; the exit status is 1 if the result differs.
 
     Raises ``ValueError`` for options that would change it.
     """
@@ -165,21 +166,21 @@ def _again(context: typer.Context, like: Path, model: str | None, out: Path, as_
             option = {"option": "o", "compile_all": "compile"}.get(name, name)
             refuse("pictures that are drawn --like one", **{option: True})
     with stdout_reserved():
-        found = draw_like(like, out, model, say)
+        redrawn = draw_like(like, out, model, say)
     if as_json:
-        emit(found.as_dict())
+        emit(redrawn.as_dict())
     else:
-        typer.echo(str(found))
-    if not found.equal:
+        typer.echo(str(redrawn))
+    if not redrawn.equal:
         raise typer.Exit(1)
 
 
 def _summary(run: PictureRun) -> str:
-    """The text that is printed after a run, unless JSON is asked for."""
+    """The text to print after a run, unless JSON is requested."""
     stats = run.stats
     drawn = f"{len(run.outputs)} of {len(run.inputs)} pictures by {run.ran}"
-    each = f", {run.seconds / len(run.outputs):.2f} s each" if run.outputs else ""
-    lines = [f"{drawn} in {run.seconds:.1f} s{each}, seed {run.seed}"]
+    average = f", {run.seconds / len(run.outputs):.2f} s each" if run.outputs else ""
+    lines = [f"{drawn} in {run.seconds:.1f} s{average}, seed {run.seed}"]
     if run.reason:
         decided = f"decided in {run.planning_seconds:.1f} s, not counted above"
         lines.append(f"chosen       {run.reason} ({decided})")

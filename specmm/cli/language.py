@@ -76,36 +76,36 @@ class Settings:
     as_json: Json = False
 
     def call(self, method: Any, **own: Any) -> dict[str, Any]:
-        """The options of a call by ``method``, with its ``own``; notes options without effect."""
+        """The options of a call by ``method``, with the command's ``own``; notes idle options."""
         from specmm.hf.prompts.options import idle_options
 
-        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         if self.repetition_penalty is not None:
-            given["repetition_penalty"] = self.repetition_penalty
-        self.sampling = given
-        for name in idle_options(given | {"seed": self.seed}, method)[:1]:
+            sampling["repetition_penalty"] = self.repetition_penalty
+        self.sampling = sampling
+        for name in idle_options(sampling | {"seed": self.seed}, method)[:1]:
             option = f"--{name.replace('_', '-')}"
             say(f"{option} changes nothing at temperature 0; give --temperature 1 to sample")
         self.drawn = secrets.randbelow(2**31) if self.seed is None else self.seed
-        found = {**given, **own, **self._spelled()}
-        found |= {"stop": list(self.stop)} if self.stop else {}
-        found["seed"] = self.drawn
+        options = {**sampling, **own, **self._spelled()}
+        options |= {"stop": list(self.stop)} if self.stop else {}
+        options["seed"] = self.drawn
         if self.messages is not None:
-            found["messages"] = _chats(self.messages)
-        return found | {"compiled": compiled_as(self.compiled, self.compile_all)}
+            options["messages"] = _chats(self.messages)
+        return options | {"compiled": compiled_as(self.compiled, self.compile_all)}
 
     def _spelled(self) -> dict[str, Any]:
-        """The grammar of a call, if one is given; raises ``ValueError`` for two of them."""
-        given = {name: getattr(self, name) for name in ("json_schema", "regex", "grammar")}
-        found = {name: text for name, text in given.items() if text is not None}
-        if len(found) > 1:
-            names = ", ".join("--" + name.replace("_", "-") for name in found)
-            raise ValueError(f"give one of {names}; an answer is spelled by one")
-        if not found:
+        """The grammar of a call, if given; raises ``ValueError`` for two grammars."""
+        spellings = {name: getattr(self, name) for name in ("json_schema", "regex", "grammar")}
+        texts = {name: text for name, text in spellings.items() if text is not None}
+        if len(texts) > 1:
+            names = ", ".join("--" + name.replace("_", "-") for name in texts)
+            raise ValueError(f"give only one of {names}: an answer follows one grammar")
+        if not texts:
             return {}
         from specmm import structured
 
-        ((name, text),) = found.items()
+        ((name, text),) = texts.items()
         return {"grammar": getattr(structured, name)(text)}
 
     def run(
@@ -174,7 +174,8 @@ def ask(
     """Answer a question about pictures or videos; the answer is written to stderr as it comes."""
     starting()
     from specmm.methods import VQA, label
-    from specmm.runs.run import default_method, parse_method
+    from specmm.methods.making import parse_method
+    from specmm.runs.run import default_method
 
     usual = default_method("questions", settings.drafter)
     chosen = parse_method(VQA, method or usual, settings.option)
@@ -187,8 +188,8 @@ def ask(
     def call(pipe: Any) -> Any:
         single = not draw and not _several(options)
         echo = Echo(pipe.stops(_reading(pipe, options))) if single else None
-        shown = None if question is None and not images else list(images)
-        return pipe(shown, question, echo, list(video) or None, **options)
+        pictures = None if question is None and not images else list(images)
+        return pipe(pictures, question, echo, list(video) or None, **options)
 
     out, record = settings.run("questions", model, chosen, options, call)
     record |= {"question": question, "images": list(images)}
@@ -200,7 +201,7 @@ def ask(
         record["pictures"] = _save_pictures(out.pictures[0], draw, settings.drawn)
     if settings.as_json:
         return emit(record)
-    _show(record, out, _said(out, label(chosen)))
+    _show(record, out, _method_text(out, label(chosen)))
     if out.ruling is not None:
         _show_ruling(out.ruling)
 
@@ -233,7 +234,8 @@ def complete(
     """Continue a text; a single one is written to stderr as it comes."""
     starting()
     from specmm.methods import TEXT, label
-    from specmm.runs.run import default_method, parse_method
+    from specmm.methods.making import parse_method
+    from specmm.runs.run import default_method
 
     chosen = parse_method(TEXT, method or default_method("text", settings.drafter), settings.option)
     if plot is not None:
@@ -254,7 +256,7 @@ def complete(
     if settings.as_json:
         emit(record)
     else:
-        _show(record, out, _said(out, label(chosen)))
+        _show(record, out, _method_text(out, label(chosen)))
         _show_drafting(out)
     if plot is not None:  # last: if it fails, the text has been printed
         plot_drafting(out.stats, out.trace, plot)
@@ -269,10 +271,10 @@ def _reading(pipe: Any, options: dict[str, Any]) -> Any:
 def _chats(file: Path) -> Any:
     """The messages in a JSON ``file``."""
     try:
-        found = json.loads(file.read_text())
+        chats = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} must hold JSON, got: {error}") from error
-    return found["messages"] if isinstance(found, dict) and "messages" in found else found
+    return chats["messages"] if isinstance(chats, dict) and "messages" in chats else chats
 
 
 def _several(options: dict[str, Any]) -> bool:
@@ -282,15 +284,15 @@ def _several(options: dict[str, Any]) -> bool:
 
 
 def _save_pictures(pictures: Sequence[Any], folder: Path, seed: int) -> list[str]:
-    """The files in ``folder`` of an answer's ``pictures``, in order."""
+    """Save an answer's ``pictures`` in ``folder``; returns the files in order."""
     files = [folder / f"seed-{seed}-{i + 1}.png" for i in range(len(pictures))]
     for file, picture in zip(files, pictures, strict=True):
         picture.save(file)
     return [str(file) for file in files]
 
 
-def _said(out: Any, name: str) -> str:
-    """The method that ran; for method auto also the reason of its choice."""
+def _method_text(out: Any, name: str) -> str:
+    """The method that ran; for method auto also the reason for its choice."""
     return str(out.method) if str(out.method).startswith("auto:") else name
 
 
@@ -325,6 +327,7 @@ def _drafting(out: Any) -> dict[str, Any]:
 
 
 def _show_drafting(out: Any) -> None:
+    """Print to stderr how drafts were accepted, and what drafting took."""
     stats = out.stats
     if stats.depths:
         say("accepted by position  " + " ".join(f"{s:.2f}" for s in stats.accepted_by_position))
@@ -350,7 +353,7 @@ class Echo:
         self.written = ""
 
     def put(self, value: "torch.Tensor") -> None:
-        """Write what these ids add."""
+        """Write the text that these ids add."""
         self.ids += value.flatten().tolist()
         self._write(self.stops.sure(self.ids))
 

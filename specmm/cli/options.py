@@ -91,19 +91,20 @@ def compiled_as(text: str | None, always: bool) -> bool | Literal["auto"]:
     """
     if text is None:
         return always
-    found: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
-    if text not in found:
+    meanings: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
+    if text not in meanings:
         raise ValueError(f"--compiled must be true, false or auto, got {text}")
     if always and text != "true":
         raise ValueError(f"--compile is --compiled true, got --compiled {text}; leave one out")
-    return found[text]
+    return meanings[text]
 
 
 def with_fields(
     kind: type[Any], name: str, **defaults: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a command of a function with a parameter ``name`` of the dataclass ``kind``: the fields,
-    annotated as options, replace the parameter, with ``defaults`` in place of their own.
+    """Make a command from a function with a parameter ``name`` of the dataclass ``kind``: the
+    fields, annotated as options, replace the parameter, with ``defaults`` instead of the fields'
+    defaults.
 
     The function's own annotations must be evaluated, not text: typer reads them.
     """
@@ -120,30 +121,28 @@ def with_fields(
 
     def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def called(*args: Any, **given: Any) -> Any:
-            own = kind(**{field: given.pop(field) for field in fields if field in given})
-            return command(*args, **{name: own}, **given)
+        def called(*args: Any, **arguments: Any) -> Any:
+            values = kind(**{field: arguments.pop(field) for field in fields if field in arguments})
+            return command(*args, **{name: values}, **arguments)
 
         others = inspect.signature(command).parameters.values()
-        whole = [*(each for each in others if each.name != name), *fields.values()]
-        found: Any = called
-        found.__signature__ = inspect.Signature(whole)
-        found.__annotations__ = {each.name: each.annotation for each in whole}
+        parameters = [*(each for each in others if each.name != name), *fields.values()]
+        command_with_fields: Any = called
+        command_with_fields.__signature__ = inspect.Signature(parameters)
+        command_with_fields.__annotations__ = {each.name: each.annotation for each in parameters}
         return called
 
     return wrap
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The ``options`` that were given: those that are not None."""
+    """The ``options`` that were given, which are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def refuse(models: str, **given: object) -> None:
-    """Raise ``ValueError`` for the first option ``given`` (not None, not empty), which none of such
-    ``models`` reads.
-    """
-    for name, value in given.items():
+def refuse(models: str, **options: object) -> None:
+    """Raise ``ValueError`` for the first of ``options`` that is set: ``models`` do not read it."""
+    for name, value in options.items():
         if not (value is None or value is False or value == []):
             option = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} does not serve {models}; leave it out")

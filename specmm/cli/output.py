@@ -1,4 +1,4 @@
-"""Output of commands: one JSON value on stdout if asked for, tables, and mistakes on one line."""
+"""Output of commands: one JSON value on stdout on request, tables, and mistakes on one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 
 class OneLine(TyperGroup):
-    """The group of all commands; it turns the errors of users into one line."""
+    """The group of all commands, which prints users' mistakes on one line."""
 
     def main(
         self,
@@ -64,7 +64,7 @@ class OneLine(TyperGroup):
 
 
 class OwnOrOther(TyperGroup):
-    """A command group that is also the command ``own``, which gets all other arguments."""
+    """A command group that passes arguments without a subcommand to the command ``own``."""
 
     own = "model"
 
@@ -75,20 +75,20 @@ class OwnOrOther(TyperGroup):
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
-    """Say what is wrong on one line and exit."""
+    """Print ``message`` on one line and exit with ``status``."""
     say("error: " + " ".join(message.split()))
     sys.exit(status)
 
 
 def _wrong_value(error: Any) -> str:
-    """The expected and the given value of an option, from typer's ``error``; "" if not there."""
+    """The expected and the given value of an option, from typer's ``error``; "" if it has none."""
     checked = getattr(error.__cause__, "errors", None)  # pydantic's, which typer asks
     param = getattr(error, "param", None)
     if checked is None or param is None:
         return ""
     first = checked()[0]
-    wanted = first["msg"].partition(",")[0].removeprefix("Input should ")
-    return f"{max(param.opts, key=len)} must {wanted}, got {first['input']}"
+    expected = first["msg"].partition(",")[0].removeprefix("Input should ")
+    return f"{max(param.opts, key=len)} must {expected}, got {first['input']}"
 
 
 def _unknown_option(error: Any, group: Any) -> str:
@@ -98,9 +98,9 @@ def _unknown_option(error: Any, group: Any) -> str:
     name, context = getattr(error, "option_name", None), error.ctx
     if name is None or context is None:
         return ""
-    known = [one.removeprefix("--") for one in sorted(_options(context.command))]
-    near = nearest(name.lstrip("-").replace("_", "-"), known, OPTION)
-    others = [one for one, command in group.commands.items() if name in _options(command)]
+    options = [option.removeprefix("--") for option in sorted(_options(context.command))]
+    near = nearest(name.lstrip("-").replace("_", "-"), options, OPTION)
+    others = [option for option, command in group.commands.items() if name in _options(command)]
     hint = f"; did you mean --{' or --'.join(near)}?" if near else ""
     if others and not near:
         hint = f", which is one of specmm {', '.join(others)}"
@@ -110,18 +110,18 @@ def _unknown_option(error: Any, group: Any) -> str:
 def _options(command: Any) -> set[str]:
     """The long names of all options of a ``command`` and of its subcommands."""
     inner = getattr(command, "commands", {}).values()
-    own = {name for param in command.params for name in param.opts if name.startswith("--")}
-    return own.union(*map(_options, inner))
+    flags = {name for param in command.params for name in param.opts if name.startswith("--")}
+    return flags.union(*map(_options, inner))
 
 
 def stdout_reserved() -> contextlib.AbstractContextManager[object]:
-    """Whatever a library prints meanwhile goes to stderr, so that stdout holds the result only."""
+    """Context that sends libraries' prints to stderr, so that stdout holds only the result."""
     return contextlib.redirect_stdout(sys.stderr)
 
 
 def counted(numbers: Mapping[str, int]) -> str:
-    """A line of the ``numbers`` of files by kind, the total first."""
-    return ", ".join(f"{number} {what}" for what, number in numbers.items())
+    """A line with the ``numbers`` of files by kind, the total first."""
+    return ", ".join(f"{number} {name}" for name, number in numbers.items())
 
 
 def say(text: str) -> None:

@@ -81,7 +81,7 @@ def convert(
     from specmm.runs.convert import convert as write
 
     with stdout_reserved():
-        made = write(source, out, like, parts, named_dtype(dtype))
+        written = write(source, out, like, parts, named_dtype(dtype))
     if as_json:
-        return emit(made)
-    say(f"{made['name']} written to {made['folder']}, {made['bytes'] / 1e9:.2f} GB")
+        return emit(written)
+    say(f"{written['name']} written to {written['folder']}, {written['bytes'] / 1e9:.2f} GB")

@@ -81,9 +81,9 @@ def serve(
     if drafter is not None and len(models) > 1:
         raise ValueError("--drafter is of one MODEL, got several; serve them apart")
     place = Place.named(device, dtype)
-    kept = int(prefix_memory * 2**30)
+    prefix_bytes = int(prefix_memory * 2**30)
     limits = Limits(
-        rows, max_waiting, seconds=max_seconds, prefixes=kept, **given(answer=max_tokens)
+        rows, max_waiting, seconds=max_seconds, prefixes=prefix_bytes, **given(answer=max_tokens)
     )
     settings = Settings(api_key, http_pictures, max_tokens=max_tokens, max_waiting=max_waiting)
     build = partial(application, models, place, method, drafter, limits, settings)
@@ -145,25 +145,25 @@ def bench_serve(
     bodies = bodies_of(trace or prompts, completions)
     count = len(bodies) if trace is not None else n or 64
     load = Load(url, bodies, count, max_tokens, temperature, model, api_key, seed)
-    found = run(load, clients if ways else 1, rate)
+    result = run(load, clients if ways else 1, rate)
     if as_json:
-        emit(found)
+        emit(result)
     else:
-        typer.echo(_load_table(found))
-    if len(found["errors"]) and not found["tokens"]:
+        typer.echo(_load_table(result))
+    if len(result["errors"]) and not result["tokens"]:
         raise typer.Exit(1)
 
 
-def _load_table(found: dict[str, Any]) -> str:
-    """A load test for people."""
+def _load_table(result: dict[str, Any]) -> str:
+    """The result of a load test as text."""
     each = (
-        f"{found['tokens_per_second']:.1f} tokens/s, {found['requests_per_second']:.2f} answers/s"
+        f"{result['tokens_per_second']:.1f} tokens/s, {result['requests_per_second']:.2f} answers/s"
     )
-    lines = [f"{found['requests']} requests in {found['seconds']:.1f} s: {each}"]
+    lines = [f"{result['requests']} requests in {result['seconds']:.1f} s: {each}"]
     rows = [["seconds", "p50", "p90", "p99"]]
     for name in ("first_token", "between_tokens", "pause", "answer"):
-        values = found[name].values()
+        values = result[name].values()
         cells = ["" if value is None else f"{value:.4f}" for value in values]
         rows.append([name.replace("_", " "), *cells])
-    errors = [f"{count} failed, {why}" for why, count in found["errors"].items()]
+    errors = [f"{count} failed, {why}" for why, count in result["errors"].items()]
     return "\n".join([*lines, table(rows), *errors])

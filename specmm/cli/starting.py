@@ -38,8 +38,8 @@ def quick_end() -> Iterator[None]:
 
     def leave() -> None:
         if ended:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
+                stream.flush()
             os._exit(ended[0])
 
     atexit.register(leave)  # handlers run in reverse order of their registration

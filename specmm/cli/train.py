@@ -54,26 +54,26 @@ def train(
     from specmm.recipes.recipe import load, recipes
 
     if not words:
-        return typer.echo(table([("recipe", "what it trains"), *map(_listed, recipes().values())]))
+        return typer.echo(table([("recipe", "what it trains"), *map(_summary, recipes().values())]))
     name, *rest = words
     if show:
         return typer.echo(recipes().get(name, Path(name)).read_text(encoding="utf-8"), nl=False)
     recipe = load(name)
-    named = [f"data={place}" for place in data or []]
+    named = [f"data={path}" for path in data or []]
     named += [f"{key}={value}" for key, value in (("loss", loss), ("out", out)) if value]
     settings = _pairs([*(given or []), *map(_setting, rest), *named])
     with stdout_reserved():
-        found = recipe.having(settings).run()
+        metrics = recipe.having(settings).run()
     if rank()[0]:
         return None  # the first process says it
     if as_json:
-        return emit(found)
-    what = " of ".join(str(found[k]) for k in ("kind", "model") if k in found)
-    say(f"trained {what}, {found['steps']} steps: {', '.join(found['outputs'])}")
+        return emit(metrics)
+    subject = " of ".join(str(metrics[k]) for k in ("kind", "model") if k in metrics)
+    say(f"trained {subject}, {metrics['steps']} steps: {', '.join(metrics['outputs'])}")
 
 
-def _listed(file: Path) -> tuple[str, str]:
-    """A recipe's name, and what its config file says first."""
+def _summary(file: Path) -> tuple[str, str]:
+    """A recipe's name, and the first comment of its config file."""
     return file.stem, file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
 
 
@@ -83,12 +83,12 @@ def _setting(word: str) -> str:
     return word if equals and name.isidentifier() else f"model={word}"
 
 
-def _pairs(given: list[str]) -> dict[str, str | list[str]]:
-    """Values by name; all of them where a name is repeated."""
-    found: dict[str, list[str]] = {}
-    for pair in given:
+def _pairs(texts: list[str]) -> dict[str, str | list[str]]:
+    """The values of each name, as names may be repeated."""
+    values_of: dict[str, list[str]] = {}
+    for pair in texts:
         name, equals, value = pair.partition("=")
         if not equals:
             raise ValueError(f"--set must be given KEY=VALUE, got {pair!r}")
-        found.setdefault(name, []).append(value)
-    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+        values_of.setdefault(name, []).append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in values_of.items()}

@@ -1,10 +1,9 @@
-"""The preallocated KV cache, whose rows have lengths of their own.
+"""The preallocated KV cache, whose rows have different lengths.
 
 Slots [0, capacity) hold committed tokens. The ``scratch`` slots from ``front`` on hold the nodes of
-a round's tree; accepted nodes are then moved after the row's committed tokens. Where shapes may
-change, the front follows the longest row, so that no round attends empty slots; elsewhere it lies
-behind the capacity. The moves and, where Triton runs, tree attention are kernels
-(:mod:`specmm.kernels`).
+a round's tree; accepted nodes are then moved after the row's committed tokens. If shapes may
+change, the front follows the longest row, so that no round attends to empty slots; otherwise it is
+the capacity. The moves and, where Triton runs, tree attention are kernels (:mod:`specmm.kernels`).
 
 Shape letters: A arrays (keys and values of layers alike), G guidance branches (1, or 2 for [cond;
 uncond]), B batch, R = G·B rows, S slots, T new tokens, H heads, D head width, N tree nodes, M most
@@ -43,7 +42,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Views:
-    """Views of the slots that the next forward writes and attends, for all layers, in ``arrays``
+    """Views of the slots that the next forward writes and attends to, for all layers, in ``arrays``
     [A, R, S, H, D].
 
     They are made for all layers at once, and remade only when the slots change: layer by layer they
@@ -61,7 +60,7 @@ class Views:
         self.attended: list[tuple[Tensor, ...]] = []
 
     def of(self, layer: int, first: int, stop: int, count: int, axis: int) -> tuple[Pair, Pair]:
-        """Keys and values of ``count`` slots from ``first`` on, and of those before ``stop``."""
+        """Keys and values of ``count`` slots from ``first`` on, and of the slots below ``stop``."""
         if self.asked != (first, stop, count, axis):
             self.asked = (first, stop, count, axis)
             turned = [x if axis == 1 else x.transpose(2, 3) for x in self.arrays]
@@ -108,7 +107,7 @@ class ChainViews:
 
 
 class Memory:
-    """One layer's slots: where new keys and values go and how many slots are attended."""
+    """One layer's slots: where new keys and values go, and how many slots are attended to."""
 
     def __init__(self, keys: Tensor, values: Tensor, views: Views, layer: int) -> None:
         self.keys = keys  # [R, S, H, D]
@@ -119,7 +118,7 @@ class Memory:
         self.layer = layer
 
     def before(self) -> tuple[Tensor, Tensor]:
-        """Keys and values [R, ``first``, H, D] of the slots before the one that is written next."""
+        """Keys and values [R, ``first``, H, D] of the slots before the next one to write."""
         return self.keys[:, : self.first], self.values[:, : self.first]
 
     def write(self, k: Tensor, v: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
@@ -132,15 +131,15 @@ class Memory:
             fresh = keys.narrow(axis, first, count), values.narrow(axis, first, count)
             attended = keys.narrow(axis, 0, self.stop), values.narrow(axis, 0, self.stop)
         else:
-            asked = (self.first, self.stop, k.shape[axis], axis)
-            fresh, attended = self.views.of(self.layer, *asked)
+            request = (self.first, self.stop, k.shape[axis], axis)
+            fresh, attended = self.views.of(self.layer, *request)
         fresh[0].copy_(k)
         fresh[1].copy_(v)
         return attended
 
 
 class StaticMemory:
-    """One layer's slots [R, S, H, D], written at a tensor ``place`` [1] and attended whole."""
+    """One layer's slots [R, S, H, D], written at a tensor ``place`` [1]; all are attended to."""
 
     def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
         self.keys = keys
@@ -150,9 +149,7 @@ class StaticMemory:
         self.stop = keys.shape[1]
 
     def write(self, k: Tensor, v: Tensor, axis: int = 1) -> tuple[Tensor, Tensor]:
-        """Store ``k`` and ``v`` [R, 1, H, D]; return all slots. With ``axis`` 2 all are [R, H, 1 or
-        S, D].
-        """
+        """Store ``k`` and ``v`` [R, 1, H, D]; return all slots. ``axis`` 2: [R, H, 1 or S, D]."""
         keys, values = along(self.keys, axis), along(self.values, axis)
         keys.index_copy_(axis, self.place, k)
         values.index_copy_(axis, self.place, v)
@@ -166,7 +163,7 @@ def along(x: Tensor, axis: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerSize:
-    """What a layer stores of a token: ``heads`` H of width ``keys`` and of width ``values``."""
+    """A layer's entry for a token: ``heads`` H of width ``keys`` and of width ``values``."""
 
     heads: int
     keys: int
@@ -195,13 +192,13 @@ class CacheSize:
 
     def width(self, dtype: torch.dtype) -> int:
         """Bytes that the largest layer stores of a token."""
-        each = (layer.heads * (layer.keys + layer.values) for layer in self.layers)
-        return max(each, default=1) * dtype.itemsize
+        widths = (layer.heads * (layer.keys + layer.values) for layer in self.layers)
+        return max(widths, default=1) * dtype.itemsize
 
 
 class TreeBias(NamedTuple):
-    """The additive mask ``whole`` [R, 1, N, S] of the tree whose ancestors are ``of``, and a view
-    of the columns before the scratch region.
+    """The additive mask ``whole`` [R, 1, N, S] of the tree with ancestors ``of``, and a view of its
+    columns before the scratch region.
     """
 
     of: Tensor
@@ -218,16 +215,16 @@ class TreeBiases:
         self._kept: list[TreeBias] = []
 
     def find(self, ancestors: Tensor) -> TreeBias | None:
-        """The mask made for this very tensor, if it is still here."""
+        """The mask made for this same tensor object, if it is still stored."""
         return next((bias for bias in self._kept if bias.of is ancestors), None)
 
     def once(self, ancestors: Tensor, make: Callable[[], TreeBias]) -> TreeBias:
-        """The mask of ``ancestors``; if there is none, ``make`` makes it in place of the oldest."""
-        found = self.find(ancestors)
-        if found is None:
-            found = make()
-            self._kept = [*self._kept, found][-self.MOST :]
-        return found
+        """The stored mask of ``ancestors``, or one by ``make``, which replaces the oldest."""
+        bias = self.find(ancestors)
+        if bias is None:
+            bias = make()
+            self._kept = [*self._kept, bias][-self.MOST :]
+        return bias
 
 
 NEAR = 16  # slots by which the front moves: masks are kept as long as it stays
@@ -235,7 +232,7 @@ NEAR = 16  # slots by which the front moves: masks are kept as long as it stays
 
 class Cache:
     """Keys and values of all layers in ``arrays``, one [A, R, S, H, D] for each H and D, and the
-    ``lengths`` [B] that each row has committed.
+    committed ``lengths`` [B] of the rows.
     """
 
     state: ClassVar[tuple[str, ...]] = ("arrays", "lengths", "hidden_prefix")
@@ -250,18 +247,18 @@ class Cache:
         halves = [(x.heads, width) for x in size.layers for width in (x.keys, x.values)]
         # no inference tensors: compiled programs only write to tensors whose views are tracked
         with torch.inference_mode(False):
-            made = {
+            arrays = {
                 half: untouched_zeros(
                     (halves.count(half), size.rows, self.slots, *half), dtype, device
                 )
                 for half in dict.fromkeys(halves)
             }
-            self.arrays = list(made.values())
+            self.arrays = list(arrays.values())
             self.memory = self.arrays  # for all rows that there is room for
             numbers = [halves[:i].count(half) for i, half in enumerate(halves)]
-            where = [list(made).index(half) for half in halves]
-            each = list(zip(where, numbers, strict=True))
-            self.pairs = list(zip(each[::2], each[1::2], strict=True))
+            where = [list(arrays).index(half) for half in halves]
+            slots = list(zip(where, numbers, strict=True))
+            self.pairs = list(zip(slots[::2], slots[1::2], strict=True))
             views = Views(self.arrays, self.pairs)
             self.layers = [
                 Memory(self.arrays[a][i], self.arrays[b][j], views, layer)
@@ -287,9 +284,9 @@ class Cache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> Cache:
-        """An empty cache: ``kept``, emptied, if these are its facts, else a new one."""
-        wanted = size, dtype, torch.device(device)
-        if kept is None or (kept.size, kept.dtype, kept.device) != wanted:
+        """An empty cache: ``kept``, emptied, if size, dtype and device agree, else a new cache."""
+        facts = size, dtype, torch.device(device)
+        if kept is None or (kept.size, kept.dtype, kept.device) != facts:
             return cls(size, dtype, device)
         for array in (*kept.arrays, kept.lengths):  # masked slots must at least be finite
             array.zero_()
@@ -299,11 +296,11 @@ class Cache:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The device of the arrays."""
         return self.lengths.device
 
     def aim(self, first: int, stop: int) -> None:
-        """The next forward writes from slot ``first`` on, and attends the slots before ``stop``."""
+        """Let the next forward write from slot ``first`` on and attend to slots below ``stop``."""
         self.chains = None
         for layer in self.layers:
             layer.first, layer.stop = first, stop
@@ -317,7 +314,7 @@ class Cache:
         return ChainsMask.of(lengths, sizes, self._closed)
 
     def aim_at_tree(self, nodes: int) -> None:
-        """The next forward writes a tree of ``nodes`` nodes, and attends all slots up to it."""
+        """Let the next forward write a tree of ``nodes`` nodes and attend to all slots up to it."""
         if self._follows:
             longest = int(self.lengths.max())
             front = min(-(-longest // NEAR) * NEAR, self.size.capacity)
@@ -326,12 +323,12 @@ class Cache:
         self.aim(self.front, self.front + self._reach(nodes))
 
     def _reach(self, nodes: int) -> int:
-        """Slots of the scratch region that a tree of ``nodes`` nodes attends."""
+        """Scratch slots that a tree of ``nodes`` nodes attends to."""
         return nodes if self._follows else self.size.scratch
 
     @property
     def _follows(self) -> bool:
-        """Whether attended slots depend on the rows' lengths: not within batch invariance."""
+        """Whether the front follows the rows' lengths; not within batch invariance."""
         return self.near and not any_invariant()
 
     def tree_mask(self, shape: TreeShape) -> Tensor | TreeMask | RaggedMask:
@@ -349,9 +346,9 @@ class Cache:
     def tree_bias(self, ancestors: Tensor) -> Tensor:
         """Additive mask [R, 1, N, S] for a tree in the scratch region.
 
-        A node attends its row's committed tokens and its ``ancestors`` [1 or B, N, N]. Their part
-        is only written if ``ancestors`` is not one of the last few tensors, so once for a static
-        tree, or for each length of a chain.
+        A node attends to its row's committed tokens and its ``ancestors`` [1 or B, N, N]. The
+        ancestors' part is written only if ``ancestors`` is not one of the last few tensors, so once
+        for a static tree, or once for each length of a chain.
         """
         bias = self.bias_for(ancestors)
         bias.committed.copy_(self.prefix_bias()[:, None, : self.front])
@@ -370,18 +367,19 @@ class Cache:
         return self._bias
 
     def _new_bias(self, ancestors: Tensor) -> TreeBias:
+        """The mask of a tree with ``ancestors`` [1 or B, N, N]; other columns are closed."""
         nodes, first = ancestors.shape[-1], self.front
         bias = self._closed.repeat(self.size.rows, 1, nodes, first + self._reach(nodes))
-        seen = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
-        bias[:, 0, :, first : first + nodes].masked_fill_(seen, 0)
+        visible = branched(ancestors.expand(self.size.batch, -1, -1), self.size.branches)
+        bias[:, 0, :, first : first + nodes].masked_fill_(visible, 0)
         return TreeBias(ancestors, bias, bias[:, 0, :, :first])
 
     def prefix_bias(self) -> Tensor:
-        """Additive mask [R, capacity]: open for each row's committed tokens that are no padding."""
-        shown = self._columns < branched(self.lengths, self.size.branches)[:, None]
+        """Additive mask [R, capacity]: open for each row's committed tokens except padding."""
+        visible = self._columns < branched(self.lengths, self.size.branches)[:, None]
         if self.hidden_prefix is not None:
-            shown = shown & ~self.hidden_prefix
-        return torch.where(shown, self._open, self._closed)
+            visible = visible & ~self.hidden_prefix
+        return torch.where(visible, self._open, self._closed)
 
     def keep(self, path: Tensor, kept: Tensor) -> None:
         """Move the first ``kept`` [B] nodes of ``path`` [B, M] after the committed tokens."""
@@ -399,7 +397,7 @@ class Cache:
         self._show(rows)
 
     def leave(self, row: int) -> None:
-        """Remove ``row``; the last row takes its place. Later rows reuse the memory."""
+        """Remove ``row``; the last row takes its place. New rows reuse the memory."""
         last = self.size.batch - 1
         if row != last:
             slots = int(self.lengths[last])
@@ -414,7 +412,7 @@ class Cache:
             array[:, row] = 0
 
     def widen(self, capacity: int = 0, rows: int = 0) -> None:
-        """Room for ``rows`` of ``capacity`` tokens each, at least."""
+        """Make room for at least ``rows`` rows of ``capacity`` tokens."""
         now, count = self.memory[0].shape[1], self.size.batch
         if capacity > self.size.capacity or rows > now:
             room = dataclasses.replace(
@@ -424,7 +422,7 @@ class Cache:
             self._show(count)
 
     def _move(self, other: Cache) -> None:
-        """Move the tokens into the memory of ``other``, an empty, larger cache, and use that."""
+        """Move the tokens into the memory of ``other``, an empty, larger cache, and adopt it."""
         slots = int(self.lengths.max()) if len(self.lengths) else 0
         for new, array in zip(other.arrays, self.arrays, strict=True):
             new[:, : self.size.rows, :slots] = array[:, :, :slots]
@@ -433,7 +431,7 @@ class Cache:
         self._columns = other._columns
 
     def _show(self, rows: int) -> None:
-        """Make the first ``rows`` rows of the memory the batch."""
+        """Let the first ``rows`` rows of the memory be the batch."""
         self.size = dataclasses.replace(self.size, batch=rows)
         self.arrays = [array[:, :rows] for array in self.memory]
         views = Views(self.arrays, self.pairs)
@@ -443,7 +441,7 @@ class Cache:
         self._bias, self._biases = None, TreeBiases()
 
     def take(self, row: int, other: Cache, source: int = 0) -> None:
-        """Replace ``row``'s tokens by those of the sample ``source`` of ``other``.
+        """Replace ``row``'s tokens by the tokens of sample ``source`` of ``other``.
 
         Raises ``ValueError`` if ``other`` has more capacity than this cache.
         """

@@ -1,9 +1,9 @@
-"""Continuous batching: a row that has finished its sample takes the next one that waits.
+"""Continuous batching: a row that has finished its sample takes the next waiting sample.
 
 Rows accept different numbers of tokens, so a batch that waits for its slowest row leaves the others
 idle. A waiting sample is prefilled alone, and the last feedback is rewritten for its row as if the
-batch had just begun there. So its tokens are those it would have had in a batch of its own; each
-sample has its own generator.
+batch had just begun there. So a sample's tokens are the same as in a separate batch; each sample
+has its own generator.
 
 Shape letters: T tokens wanted.
 """
@@ -22,11 +22,11 @@ from specmm.core.target import BatchingTarget, TargetOutput
 
 
 class Queue:
-    """Samples by number: the first ``rows`` are the batch's, the others wait.
+    """Samples by number: the first ``rows`` samples begin in the batch, the others wait.
 
-    ``prompt(i)`` is what sample i is prefilled with, called once; ``generators[i]`` draws its
-    uniforms. ``tokens`` holds those of finished samples, ``kept`` their rounds by tokens committed.
-    ``tell(1)`` is called for each of them.
+    ``prompt(i)`` returns sample i's prompt and is called once; ``generators[i]`` draws its
+    uniforms. ``tokens`` holds the tokens of finished samples, ``kept`` their counts of rounds by
+    committed tokens. ``tell(1)`` is called for each finished sample.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Queue:
         return len(self.generators) - self.next
 
     def collect(self, row: int, tokens: Tensor, kept: Tensor) -> None:
-        """Keep the ``tokens`` [T] of the sample in ``row``, and its rounds by tokens ``kept``."""
+        """Store the ``tokens`` [T] of ``row``'s sample, and its rounds by committed tokens."""
         self.tokens[self.holds[row]] = tokens.clone()
         self.kept[self.holds[row]] = kept.clone()
         self.tell(1)
@@ -63,7 +63,7 @@ class Queue:
         uniforms: Streams,
         clock: Clock,
     ) -> tuple[TargetOutput, Tensor]:
-        """Start the next sample in ``row``: its prefill's output, and a uniform [1] for a token."""
+        """Start the next sample in ``row``; returns its prefill's output and a uniform [1]."""
         self.holds[row] = self.next
         numbers = uniforms.start_row(row, self.generators[self.next])
         with clock("verify"):
@@ -74,8 +74,8 @@ class Queue:
 
 
 def begin_anew(feedback: Feedback, row: int, output: TargetOutput, token: Tensor) -> None:
-    """Rewrite ``feedback`` of ``row`` in place, as if the prefill ``output`` and its ``token`` [1]
-    had been the row's last round.
+    """Rewrite the ``feedback`` of ``row`` in place, as if its last round had been the prefill with
+    ``output`` and ``token`` [1].
     """
     result = feedback.result
     batch = len(feedback.token)

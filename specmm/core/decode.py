@@ -1,7 +1,7 @@
 """The one loop: draft a tree, score it in one forward, keep what the rule accepts.
 
-Rows accept different numbers of tokens and none waits for another: each ends after its length, or
-where a :class:`Stop` says.
+Rows accept different numbers of tokens and do not wait for each other: each ends at its length, or
+earlier by a :class:`Stop`.
 
 Shape letters: B batch, T tokens wanted, N nodes, D deepest level, V vocabulary, E end tokens.
 """
@@ -43,18 +43,18 @@ ROOM = 256
 
 
 class Stop(Protocol):
-    """Says where rows end. Called once a round, on the device; it should not wait for a value."""
+    """Decides where rows end. Called once a round, on the device; should not wait for a value."""
 
     def __call__(self, tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         """Counts [B] to commit, and whether rows are done [B] bool.
 
-        ``tokens`` [B, T] holds each row's tokens; those from ``before`` [B] to ``after`` [B] are
-        this round's.
+        ``tokens`` [B, T] holds each row's tokens; this round's are from ``before`` [B] to ``after``
+        [B].
         """
 
 
 class EndTokens:
-    """Ends a row after the first of the end tokens ``ids``, which is kept."""
+    """Ends a row after the first token in ``ids``, which is kept."""
 
     state: ClassVar[tuple[str, ...]] = ("ids",)
 
@@ -70,7 +70,7 @@ class EndTokens:
 
 
 def all_of(*stops: Stop) -> Stop:
-    """All ``stops`` as one: a row ends where the earliest of them ends it."""
+    """All ``stops`` as one: a row ends at the earliest end."""
 
     def first(tokens: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
         done = torch.zeros_like(after, dtype=torch.bool)
@@ -86,10 +86,10 @@ def all_of(*stops: Stop) -> Stop:
 class Progress:
     """The state after a round: the first ``counts`` [B] of each row of ``tokens`` are committed.
 
-    ``tokens`` is [B, T or more]. A row ends at its number of ``limits`` [B], which ``stop`` may
-    lower. All are written in place. Of the last round's tokens the rule kept ``gained[1]`` [B], of
-    which the first ``gained[0]`` [B] were committed. ``name`` is the target's. ``ahead``: the host
-    launches the next round before it has read the last one's results.
+    ``tokens`` is [B, T or more]. A row ends at ``limits`` [B] tokens, which ``stop`` may lower. All
+    are written in place. In the last round the rule accepted ``gained[1]`` [B] tokens, of which the
+    first ``gained[0]`` [B] were committed. ``name`` is the target's. ``ahead``: the host launches
+    the next round before it has read the last one's results.
     """
 
     tokens: Tensor
@@ -103,7 +103,7 @@ class Progress:
     gained: tuple[Tensor, Tensor] | None = None
     name: str = ""
     ahead: bool = False
-    rounds: int = 0
+    rounds: int = 0  # of the batch so far
     # of the last round and the one before: the least and most tokens that a row lacks, and checks
     read: tuple[Late | None, Late | None] = (None, None)
     since_start: int = 0  # rounds since a sample last began in a row
@@ -111,7 +111,7 @@ class Progress:
     state: ClassVar[tuple[str, ...]] = ("tokens", "counts", "limits", "stop")
 
     def restart(self, row: int, token: Tensor) -> None:
-        """A new sample begins in ``row`` with ``token`` [1], which may end it."""
+        """Begin a new sample in ``row`` with ``token`` [1], which may end it."""
         before = self.counts.clone()
         before[row] = 0
         self.tokens[row, 0] = token[0]
@@ -146,14 +146,14 @@ class Progress:
         return self.tokens[row, : int(self.counts[row])]
 
     def ended(self) -> list[int]:
-        """The rows that have all their tokens."""
-        found: list[int] = (self.counts >= self.limits).nonzero()[:, 0].tolist()
-        return found
+        """The indices of rows that have all their tokens."""
+        rows: list[int] = (self.counts >= self.limits).nonzero()[:, 0].tolist()
+        return rows
 
     def take(self, tokens: Tensor, kept: Tensor) -> Tensor:
-        """Commit the first ``kept`` [B] of ``tokens`` [B, D + 1], as far as a row needs them.
+        """Commit the first ``kept`` [B] of ``tokens`` [B, D + 1], but no more than a row needs.
 
-        Returns how many of them each row took [B].
+        Returns the number of tokens that each row took [B].
         """
         where = self.counts[:, None] + torch.arange(tokens.shape[1], device=kept.device)
         self.tokens.scatter_(1, where, tokens)
@@ -161,19 +161,19 @@ class Progress:
         done = None
         if self.stop is not None:
             after, done = self.stop(self.tokens, self.counts, after)
-        taken = after - self.counts
+        committed_counts = after - self.counts
         if done is None:
             self.counts.copy_(after)
         else:
             self._end(after, done)
-        return taken
+        return committed_counts
 
     def unfinished(self, sure: bool = False, most: int = 1) -> bool:
         """Whether a row lacks tokens. Without a stop, nothing is read if the caller is ``sure``.
 
-        When ``ahead``, this is read from the round before, if more than the ``most`` tokens of a
-        round were missing then; where a stop may end rows at any time, one round too many is
-        played.
+        When ``ahead``, the answer is from one round ago, if a row then lacked more than the
+        ``most`` tokens of a round. With a stop, which may end rows at any time, one extra round may
+        run.
         """
         if self.ahead and self.since_start > 1:
             latest, before = self.read
@@ -183,11 +183,11 @@ class Progress:
         return (sure and self.stop is None) or bool((self.counts < self.limits).any())
 
     def end_round(self, checks: Tensor) -> None:
-        """Count a round with its ``checks``. If ``ahead``, start copying the numbers of tokens that
-        rows still lack to the host.
+        """Count a round with its ``checks``. If ``ahead``, start copying the numbers of missing
+        tokens to the host.
 
-        Raises ``ValueError`` for numbers that are not finite: of this round or, when ``ahead``, of
-        the one before.
+        Raises ``ValueError`` for non-finite numbers: of this round or, if ``ahead``, of the
+        previous one.
         """
         self.rounds += 1
         self.since_start += 1
@@ -212,7 +212,7 @@ class Progress:
 
     @property
     def may_have_ended(self) -> bool:
-        """Whether a row has all its tokens; when ``ahead``, whether it had before this round."""
+        """Whether a row has all its tokens or, if ``ahead``, had them before this round."""
         before = self.read[1]
         return not self.ahead or self.since_start < 2 or before is None or before.read()[0] <= 0
 
@@ -227,7 +227,7 @@ class Progress:
 
 
 class DecodedRound(NamedTuple):
-    """Event for watchers after a round: the ``tree`` drafted, the target's distributions ``probs``
+    """Event for watchers after a round: the drafted ``tree``, the target's distributions ``probs``
     [B, N, V] after its nodes, the ``rule`` and its ``result``.
     """
 
@@ -244,7 +244,7 @@ Play: TypeAlias = Callable[[Parts, Feedback, Progress, Streams, Clock], Feedback
 
 
 def without_drafts() -> tuple[Drafter, Rule]:
-    """Drafter and rule of plain decoding by rounds."""
+    """Drafter and rule for plain decoding as rounds without drafts."""
     return NoDrafts(), Recursive()
 
 
@@ -253,8 +253,8 @@ def decide(
 ) -> VerifyResult:
     """The decision of ``rule`` about ``tree`` under the target's distributions ``p`` [B, N, V].
 
-    On a GPU, rules that ``specmm.kernels.acceptance`` knows are one kernel, unless the excess is to
-    be measured.
+    On a GPU, rules that ``specmm.kernels.acceptance`` knows run as one kernel, unless the excess is
+    measured.
     """
     if isinstance(rule, Matching):
         return rule.result(tree, p, uniforms)
@@ -269,7 +269,7 @@ def decide(
 def one_round(
     parts: Parts, feedback: Feedback, progress: Progress, uniforms: UniformSource, clock: Clock
 ) -> Feedback:
-    """A :func:`verified_round`, and its nodes kept in the target's cache."""
+    """Run a :func:`verified_round` and commit its accepted nodes to the target's cache."""
     done = verified_round(parts, feedback, progress, uniforms, clock)
     parts[0].commit(done.drafted[1])
     return done
@@ -281,7 +281,7 @@ def verified_round(
     """Draft after ``feedback``, score, and commit the tokens that the rule accepts; returns the
     next feedback.
 
-    It decides nothing on the host. A relaxed rule's excess is measured in every one.
+    The host reads no values, so a program can run it. A relaxed rule's excess is always measured.
     """
     target, drafter, rule = parts
     tree = drafter.propose(feedback, uniforms)
@@ -313,11 +313,11 @@ def decode(
 ) -> Iterator[Progress]:
     """Generate ``length`` tokens, or up to ``stop``, for every row of ``prompt``.
 
-    Yields after each round, and once more with the run's stats. A finished row keeps nothing more,
-    unless a sample of the ``queue`` takes it over (see :mod:`specmm.core.continuous_batching`).
-    Raises ``ValueError`` when the target's logits or the drafter's distributions are not finite
-    (before the round's tokens are yielded, or after the next round where ``play`` is ``ahead``),
-    and for a rule that the drafter's drafts do not allow.
+    Yields after each round, and once more with the run's stats. A finished row commits nothing
+    more, unless a sample of the ``queue`` takes it over (see
+    :mod:`specmm.core.continuous_batching`). Raises ``ValueError`` when the target's logits or the
+    drafter's distributions are not finite (before the round's tokens are yielded, or one round
+    later if ``play`` is ``ahead``), and for a rule that does not fit the drafter.
     """
     check_rule(drafter, rule)
     start = time.perf_counter()
@@ -388,18 +388,18 @@ def decode_plain(
         check_output(output, target.name)
     token = categorical(output.probs[:, -1], uniforms.draw(1)[:, 0])
     progress = begun(token, length, 0, stop)
-    one = torch.ones_like(token)
+    ones = torch.ones_like(token)
     steps = 0
     while progress.unfinished(sure=True) and steps < length - 1:
         with attention_of_any_length(), clock("verify"):
             output = target.step(token)
             check_output(output, target.name, steps + 1)
         token = categorical(output.probs[:, 0], uniforms.draw(1)[:, 0])
-        progress.gained = progress.take(token[:, None], one), one
+        progress.gained = progress.take(token[:, None], ones), ones
         steps += 1
         look_again()
         yield progress
-    histogram = torch.stack([torch.zeros_like(one), progress.counts - 1], dim=1)
+    histogram = torch.stack([torch.zeros_like(ones), progress.counts - 1], dim=1)
     progress.stats = _stats(histogram, steps, time.perf_counter() - start, clock)
     yield progress
 
@@ -428,55 +428,54 @@ def _fill_rows(
 
 
 def first_token(rule: Rule, probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The token [B] after the prefill's ``probs`` [B, 1, V]: what ``rule`` emits without drafts.
+    """The token [B] that ``rule`` emits, without drafts, after the prefill's ``probs`` [B, 1, V].
 
     ``uniforms`` is [B]. For most rules this samples ``probs``. Rules of greedy decoding, which see
     the softmax of the logits, take the mode.
     """
     root = probs.new_zeros(len(probs), 1, dtype=torch.int64)
-    alone = DraftTree(root, TreeShape.chain(0, probs.device), probs)
-    return categorical(rule.decisions(alone, probs).next_probs[:, 0], uniforms)
+    root_tree = DraftTree(root, TreeShape.chain(0, probs.device), probs)
+    return categorical(rule.decisions(root_tree, probs).next_probs[:, 0], uniforms)
 
 
 def check_output(output: TargetOutput, name: str, round_number: int = 0) -> None:
-    """Raise ``ValueError`` naming round and model where logits were not finite; waits for them."""
+    """Raise ``ValueError`` naming round and model if logits were not finite; waits for them."""
     if output.extremes is not None:
         check_finite(output.extremes, f"{name} in round {round_number}")
 
 
 def room(tokens: int) -> int:
-    """Room for ``tokens``: the next power of two of ``ROOM``."""
-    found = ROOM
-    while found < tokens:
-        found *= 2
-    return found
+    """Slots for ``tokens``: ``ROOM`` doubled until they fit."""
+    slots = ROOM
+    while slots < tokens:
+        slots *= 2
+    return slots
 
 
 def begun(token: Tensor, length: int, spare: int, stop: Stop | None = None) -> Progress:
-    """The progress of rows of ``length`` tokens that begin with ``token`` [B], with room for
-    ``spare`` more.
-    """
+    """Progress of rows of ``length`` tokens after ``token`` [B], with room for ``spare`` more."""
     with torch.inference_mode(False):  # as a cache's: a compiled round writes them
         tokens = token.new_zeros(len(token), room(length + spare) if spare else length)
         none, limits = token.new_zeros(len(token)), token.new_full((len(token),), length)
     excess = torch.zeros((), device=token.device)
-    rest = (Stats(), excess, excess.clone(), stop, length)
-    progress = Progress(tokens, none, limits, *rest)
+    common = (Stats(), excess, excess.clone(), stop, length)
+    progress = Progress(tokens, none, limits, *common)
     progress.take(token[:, None], torch.ones_like(token))
     return progress
 
 
 def _stats(histogram: Tensor, rounds: int, seconds: float, clock: Clock) -> Stats:
-    kept = histogram[:, 1:].sum(0).tolist()
+    """A run's statistics, from each row's ``histogram`` of rounds by committed tokens."""
+    accepted = histogram[:, 1:].sum(0).tolist()
     return Stats(
-        tokens=len(histogram) + sum(n * (i + 1) for i, n in enumerate(kept)),
-        rounds=sum(kept),
+        tokens=len(histogram) + sum(n * (i + 1) for i, n in enumerate(accepted)),
+        rounds=sum(accepted),
         batch_rounds=rounds,
         seconds=seconds,
         draft_seconds=clock.seconds["draft"],
         verify_seconds=clock.seconds["verify"],
         search_seconds=clock.seconds["search"],
-        kept=kept,
+        kept=accepted,
         prefilled=len(histogram),
         kept_by_row=histogram[:, 1:].tolist(),
     )

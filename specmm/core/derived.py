@@ -1,12 +1,12 @@
 """Values computed once from a network and reused until the network changes.
 
-Weights change in many ways, of which PyTorch counts some: ``load_state_dict``, ``copy_`` and
-optimizers move a tensor's version; writes to ``weight.data``, as PEFT merges a LoRA, and to tensors
-made in inference mode do not. So beside place and version the numbers themselves are summed, once a
-call, which reads memory at half the speed of a copy: :class:`Derived`.
+PyTorch counts only some changes of weights: ``load_state_dict``, ``copy_`` and optimizers increment
+a tensor's version; writes to ``weight.data`` (PEFT merging a LoRA) and to tensors made in inference
+mode do not. So :class:`Derived` compares address, version and also sums of the numbers, computed
+once a call at half the speed of a memory copy.
 
 A model's behaviour may also change without its weights: by a hook, another ``forward``, another
-module, a number. Facts found by running a model hold for one such form of it: :func:`fact`.
+module, a number. Facts found by running a model are valid for one such form of it: :func:`fact`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _call = _Call()
 
 @contextmanager
 def one_call(token: object = None) -> Iterator[None]:
-    """Within the block networks are assumed not to change: each is checked once. A nested block
-    belongs to the outer one; blocks with the same ``token`` are parts of one call.
+    """Within the block networks are assumed not to change, so each is checked only once. A nested
+    block belongs to the outer block; blocks with the same ``token`` are parts of one call.
     """
     if _call.token is not None:
         yield
@@ -61,9 +61,9 @@ def in_a_call() -> bool:
 
 
 class Derived(Generic[T]):
-    """A value computed from tensors, and computed again when they hold other numbers.
+    """A value computed from tensors, and recomputed when their numbers change.
 
-    A value that is a tensor is updated in place, because programs and graphs read that memory.
+    A tensor value is updated in place, because programs and CUDA graphs read that memory.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Derived(Generic[T]):
             return self._found  # type: ignore[return-value]
         layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in tensors]
         same = (states, layouts) == (self._states, self._layouts)
-        if not same or not all(seen.same() for seen in self._seen):
+        if not same or not all(source.same() for source in self._seen):
             self._found = _in_place(self._found, make())
             self._states, self._layouts = states, layouts
             self._seen = [_Seen(x) for x in tensors if not x.is_meta]
@@ -88,13 +88,13 @@ class Derived(Generic[T]):
         return self._found  # type: ignore[return-value]
 
 
-def _in_place(before: T | None, made: T) -> T:
-    """``made``, copied into the memory of the value ``before`` where that fits."""
+def _in_place(before: T | None, after: T) -> T:
+    """``after``, copied into the memory of the value ``before`` if the layouts match."""
     if type(before) is not Tensor or before.is_inference() or before.is_mkldnn:
-        return made
-    assert isinstance(made, Tensor)
-    layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in (before, made)]
-    return before.copy_(made) if layouts[0] == layouts[1] else made  # type: ignore[return-value]
+        return after
+    assert isinstance(after, Tensor)
+    layouts = [(x.dtype, x.device, x.shape, x.stride()) for x in (before, after)]
+    return before.copy_(after) if layouts[0] == layouts[1] else after  # type: ignore[return-value]
 
 
 def _state(tensor: Tensor) -> tuple[int, int]:
@@ -126,15 +126,15 @@ def _summed(rows: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _rows(tensor: Tensor) -> tuple[Tensor, bool]:
-    """The memory of ``tensor`` as rows of whole numbers, and whether it had to be copied for it."""
-    found = tensor.detach()
-    if found.ndim == 2 and not found.is_contiguous() and found.t().is_contiguous():
-        found = found.t()  # stored by column
-    copied = not found.is_contiguous()
-    found = found.contiguous()
-    rows = found.flatten(1) if found.ndim > 1 else found.flatten()[None]
-    whole = rows.shape[1] * rows.element_size() % WORD == 0 and rows.data_ptr() % WORD == 0
-    return rows.view(torch.int64 if whole else torch.uint8), copied
+    """The memory of ``tensor`` as rows of integers, and whether it had to be copied."""
+    data = tensor.detach()
+    if data.ndim == 2 and not data.is_contiguous() and data.t().is_contiguous():
+        data = data.t()  # stored by column
+    copied = not data.is_contiguous()
+    data = data.contiguous()
+    rows = data.flatten(1) if data.ndim > 1 else data.flatten()[None]
+    in_words = rows.shape[1] * rows.element_size() % WORD == 0 and rows.data_ptr() % WORD == 0
+    return rows.view(torch.int64 if in_words else torch.uint8), copied
 
 
 def digest(network: nn.Module) -> str:
@@ -142,15 +142,15 @@ def digest(network: nn.Module) -> str:
     rows and columns of their bytes, which distinguish networks that
     :func:`specmm.loading.checkpoints.fingerprint` does not.
     """
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-        found.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        for part in _plain(tensor):
-            if part.numel() and not part.is_meta:
-                rows, _ = _rows(part)
+        sha.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        for array in _plain(tensor):
+            if array.numel() and not array.is_meta:
+                rows, _ = _rows(array)
                 for sums in (_summed(rows), rows.sum(0, dtype=torch.int64)):
-                    found.update(sums.cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
+                    sha.update(sums.cpu().numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
@@ -168,21 +168,21 @@ _forms = WeakKeyDictionary()  # the call it was looked at in, its form, the fact
 
 def fact(network: nn.Module, name: object, find: Callable[[], T]) -> T:
     """The result of ``find`` for the ``network`` in its present form, cached under ``name``."""
-    known = facts(network)
-    if name not in known:
-        known[name] = find()
-    found: T = known[name]
-    return found
+    cached = facts(network)
+    if name not in cached:
+        cached[name] = find()
+    value: T = cached[name]
+    return value
 
 
 def facts(network: nn.Module) -> dict[Any, Any]:
-    """Everything cached about the ``network`` in its present form, by name."""
-    call, form, known = _forms.get(network, (None, [], {}))
+    """All cached facts about the ``network`` in its present form, by name."""
+    call, form, cached = _forms.get(network, (None, [], {}))
     if call is None or call is not _call.token:
         now = form_of(network)
-        known = known if now == form else {}
-        _forms[network] = _call.token, now, known
-    return known
+        cached = cached if now == form else {}
+        _forms[network] = _call.token, now, cached
+    return cached
 
 
 def version(*networks: nn.Module) -> tuple[Any, ...]:
@@ -224,35 +224,36 @@ def form_of(network: nn.Module) -> list[Any]:
     plain numbers and texts among the attributes of the network and of its config.
     """
     first = next(network.parameters(), None)
-    found: list[Any] = [] if first is None else [first.dtype, first.device]
+    form: list[Any] = [] if first is None else [first.dtype, first.device]
     for config in _configs(network):
-        found += [x for x in vars(config).items() if type(x[1]) in NUMBERS]
+        form += [x for x in vars(config).items() if type(x[1]) in NUMBERS]
     for hooks in (_global_forward_hooks, _global_forward_pre_hooks):  # of all modules there are
-        found += hooks.keys()
-    classes, seen = set(), set()
-    left = [network]
-    while left:  # faster than network.modules()
-        module = left.pop()
-        if module in seen:
+        form += hooks.keys()
+    classes, visited = set(), set()
+    pending = [network]
+    while pending:  # faster than network.modules()
+        module = pending.pop()
+        if module in visited:
             continue
-        seen.add(module)
+        visited.add(module)
         classes.add(type(module))
-        own = module.__dict__
-        left += filter(None, own["_modules"].values())
-        found.append(ref(module))
-        for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+        attributes = module.__dict__
+        pending += filter(None, attributes["_modules"].values())
+        form.append(ref(module))
+        for hooks in (attributes["_forward_hooks"], attributes["_forward_pre_hooks"]):
             if hooks:  # by numbers that PyTorch gives to no other hook
-                found += [key for key, hook in hooks.items() if not of_ours(hook)]
-        if "forward" in own:
-            found.append(_mark(own["forward"]))
-    found += [(kind, _mark(kind.forward)) for kind in sorted(classes, key=id)]
+                form += [key for key, hook in hooks.items() if not of_ours(hook)]
+        if "forward" in attributes:
+            form.append(_mark(attributes["forward"]))
+    form += [(kind, _mark(kind.forward)) for kind in sorted(classes, key=id)]
     for key, value in vars(network).items():
         if key not in PARTS and (mark := _mark(value)) is not None:
-            found += (key, mark)
-    return found
+            form += (key, mark)
+    return form
 
 
 def _configs(network: nn.Module) -> list[Any]:
+    """A network's config, and the config of its text part."""
     config: Any = getattr(network, "config", None)
     if config is None:
         return []
@@ -261,13 +262,13 @@ def _configs(network: nn.Module) -> list[Any]:
 
 
 def of_ours(hook: Any) -> bool:
-    """Whether a ``hook`` belongs to this package, whose hooks are set for a call only."""
+    """Whether a ``hook`` belongs to this package, which sets hooks only during calls."""
     hook = hook.func if isinstance(hook, partial) else hook
     return str(getattr(hook, "__module__", "")).startswith("specmm.")
 
 
 def plain(value: Any) -> bool:
-    """Whether ``value`` is a number or text, or a container of such values only."""
+    """Whether ``value`` is a number, a text, or a container of only such values."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list | tuple | set):
@@ -276,7 +277,7 @@ def plain(value: Any) -> bool:
 
 
 def _mark(value: Any) -> Any:
-    """A value that differs between different plain values or functions; None for anything else."""
+    """A key that differs between different plain values or functions; None for other values."""
     if plain(value):
         return repr(value)
     kind = type(value)

@@ -30,10 +30,10 @@ class Feedback:
     """The results of a round, rejected drafts included.
 
     ``output`` is the target's, ``token`` [B] the new root. After the first round there are also the
-    ``tree`` that was scored, its ``result``, and the ``tokens`` [B, D + 1] that were committed (of
-    which only the first ``result.kept`` count). Rows marked ``fresh`` [B] have just started. The
-    rule ``accepted`` [B] nodes; a row that ends commits fewer. ``checks`` [3] are finite if the
-    target's logits (the first two) and the drafter's distributions (the last) are.
+    scored ``tree``, its ``result``, and the committed ``tokens`` [B, D + 1] (only the first
+    ``result.kept`` are real). Rows marked ``fresh`` [B] have just started. The rule ``accepted``
+    [B] nodes; a row that ends may commit fewer. ``checks`` [3] are finite if the target's logits
+    (the first two) and the drafter's distributions (the last) are.
     """
 
     output: TargetOutput
@@ -47,14 +47,14 @@ class Feedback:
 
     @property
     def drafted(self) -> tuple[DraftTree, VerifyResult]:
-        """The tree and its result, after a round."""
+        """The tree and its result; only after a round."""
         assert self.tree is not None and self.result is not None
         return self.tree, self.result
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the next round may read, by name, without fixed tree shapes."""
         tree, result = self.drafted
-        found = {
+        tensors = {
             "probs": self.output.probs,
             "hidden": self.output.hidden,
             "token": self.token,
@@ -70,10 +70,10 @@ class Feedback:
             "accepted": self.accepted,
             "checks": self.checks,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in tensors.items() if value is not None}
 
     def held(self, by: Mapping[str, Tensor]) -> Feedback:
-        """The same feedback with the tensors ``by`` name in place of its own."""
+        """A copy with its tensors replaced by those ``by`` name."""
         tree = self.drafted[0]
         shape = tree.shape
         if not shape.fixed:  # another object, since one keeps what is computed of it
@@ -90,17 +90,17 @@ class Feedback:
         )
 
     def joined(self) -> Feedback:
-        """This feedback with one more row, which must begin anew."""
+        """A copy with one more row, which must then be started."""
         return self._each_row(with_one)
 
     def left(self, row: int) -> Feedback:
-        """This feedback without ``row``; the last row takes its place."""
+        """A copy without ``row``; the last row takes its place."""
         return self._each_row(lambda x: without(x, row))
 
     def _each_row(self, change: Callable[[Tensor], Tensor]) -> Feedback:
         shared = ("checks", "parents") if self.drafted[0].shape.shared else ("checks",)
-        found = self.tensors()
-        return self.held({k: x if k in shared else change(x) for k, x in found.items()})
+        tensors = self.tensors()
+        return self.held({k: x if k in shared else change(x) for k, x in tensors.items()})
 
     def continued(self, there: Tensor) -> Tensor:
         """``there`` [B, n] bool with False for rows that have just started."""
@@ -115,7 +115,7 @@ class Feedback:
 
 
 def committed(tree: DraftTree, result: VerifyResult) -> Tensor:
-    """The tokens of a round [B, D + 1]: the drafts kept, then the recovered or bonus token."""
+    """The tokens of a round [B, D + 1]: accepted drafts, then the recovered or bonus token."""
     drafts = tree.tokens[:, 1:]
     if not tree.shape.is_chain:
         drafts = tree.tokens.gather(1, result.path[:, 1:].clamp(min=0))
@@ -125,7 +125,7 @@ def committed(tree: DraftTree, result: VerifyResult) -> Tensor:
 
 @dataclass(frozen=True)
 class DrafterVocabulary:
-    """A drafter's v tokens among the target's V = ``size``: ``ids`` [v], None if it has all."""
+    """A drafter's v tokens among the target's V = ``size``: ``ids`` [v], None if it has all V."""
 
     size: int
     ids: Tensor | None = None
@@ -137,7 +137,7 @@ class DrafterVocabulary:
 
     @cached_property
     def shift(self) -> Tensor | None:
-        """What is added to a draft's id [v] to get the target's (EAGLE-3's ``d2t``)."""
+        """The offset [v] from a draft's id to the target's id (EAGLE-3's ``d2t``)."""
         if self.ids is None:
             return None
         return self.ids - torch.arange(self.count, device=self.ids.device)
@@ -156,8 +156,8 @@ class DrafterVocabulary:
 class Drafter(Protocol):
     """Proposes trees of at most ``max_nodes`` nodes and ``max_depth`` levels of drafts.
 
-    It keeps its own state of the batch, which ``begin`` resets. A drafter whose drafts depend on an
-    earlier round's drafts at the same places must have ``coupled`` true: see :func:`check_rule`.
+    It holds its own state of the batch, which ``begin`` resets. If its drafts depend on an earlier
+    round's drafts at the same places, ``coupled`` must be true: see :func:`check_rule`.
     """
 
     max_nodes: int
@@ -183,8 +183,8 @@ def looks_ahead(rule: object) -> bool:
 
 def check_rule(drafter: Drafter, rule: Rule) -> None:
     """Raise ``ValueError`` if ``drafter`` couples its drafts with the last round's and ``rule``
-    :func:`looks_ahead`: then the order of tests would reveal the drafts. A third-party drafter,
-    whose trees are checked, is told which siblings the ``rule`` needs.
+    :func:`looks_ahead`: then the order of tests would depend on the drafts. Tells a third-party
+    drafter, whose trees are checked, which siblings the ``rule`` needs.
     """
     if getattr(drafter, "coupled", False) and looks_ahead(rule):
         raise ValueError(
@@ -199,17 +199,17 @@ def check_rule(drafter: Drafter, rule: Rule) -> None:
 
 @runtime_checkable
 class BatchingDrafter(Protocol):
-    """A drafter whose rows can start new samples while the others go on.
+    """A drafter whose rows can start new samples while other rows continue.
 
     The next feedback marks such rows as ``fresh``; their round committed one token, the first.
     """
 
     def start_row(self, row: int) -> None:
-        """Forget the sample in ``row``, and read the prompt that the target has just prefilled."""
+        """Replace the sample in ``row`` by the prompt that the target has just prefilled."""
 
 
 class NoDrafts:
-    """Proposes roots only: plain decoding by the loop, where rows can start new samples."""
+    """Proposes roots only: plain decoding in a loop whose rows can start new samples."""
 
     max_nodes = 1
     max_depth = 0
@@ -225,9 +225,9 @@ class NoDrafts:
 
 
 class DeferredDrafter:
-    """``inner``, which begins after a first round without drafts.
+    """``inner``, which begins only after a first round without drafts.
 
-    So an answer of two tokens never pays for the drafter's prefill.
+    So answers of two tokens do not pay for the drafter's prefill.
     """
 
     state: ClassVar[tuple[str, ...]] = ("inner",)

@@ -19,8 +19,8 @@ from specmm.core.target import Target
 class DrawingTarget(Target, Protocol):
     """A target that draws pictures of ``length`` tokens.
 
-    ``prompted`` ones begin with token ids, which may be looked up. Rounds of ``static_shapes`` can
-    be compiled.
+    ``prompted``: its prompts are token ids, which lookups may search. ``static_shapes``: its rounds
+    can be compiled.
     """
 
     model: Any  # the network
@@ -30,7 +30,7 @@ class DrawingTarget(Target, Protocol):
 
     @property
     def guidance(self) -> Guidance:
-        """How its branches are mixed."""
+        """How the logits of its branches are mixed."""
 
     @property
     def length(self) -> int:
@@ -38,7 +38,7 @@ class DrawingTarget(Target, Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device of the weights."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,11 +46,11 @@ class DrawingTarget(Target, Protocol):
 
     @property
     def columns(self) -> int:
-        """Picture tokens of a row."""
+        """Picture tokens a row."""
 
     @property
     def line(self) -> int:
-        """Tokens of a row, with those that end it."""
+        """Tokens a row, its end token included."""
 
     @property
     def allowed(self) -> AllowedTokens | None:
@@ -62,7 +62,7 @@ class DrawingTarget(Target, Protocol):
 
     @property
     def codes(self) -> int:
-        """How many of them are codes of the picture's tokenizer."""
+        """The number of tokens that are codes of the image tokenizer."""
 
     @property
     def undrawable(self) -> int | None:

@@ -61,16 +61,16 @@ class Level:
 
 
 class FeatureHead(Protocol):
-    """A drafter's network, as the growing of trees needs it."""
+    """The interface of a drafter's network to the growth of trees."""
 
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
     ) -> Tensor:
         """States [R, n, C] predicted after ``tokens`` [B, n] of the target's.
 
-        ``hidden`` [R, n, ...] are states predicted before those tokens, which lie at ``depth`` of
-        the tree or, at depth 0, were committed: then they are the target's own. Keys and values are
-        stored where the cache aims.
+        ``hidden`` [R, n, ...] are the states before those tokens: predicted states for drafts at
+        ``depth``, the target's states for committed tokens (depth 0). Keys and values are stored
+        where the cache aims.
         """
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -83,10 +83,10 @@ class FeatureHead(Protocol):
 class Growth:
     """Grows the trees of one drafter; ``begin`` gives it the batch's cache.
 
-    A ``tree`` of fixed shape has siblings drawn as ``siblings`` says, with their distributions
-    recorded, or, unless ``sampled``, the likeliest tokens as point masses. A :class:`Dynamic` tree
-    always has point masses. ``vocabulary`` is the drafter's. Raises ``ValueError`` if a node would
-    have more children than there are tokens.
+    In a ``tree`` of fixed shape siblings are drawn as ``siblings`` says, and their distributions
+    recorded; unless ``sampled``, they are the likeliest tokens, as point masses. A :class:`Dynamic`
+    tree always has point masses. ``vocabulary`` is the drafter's. Raises ``ValueError`` if a node
+    would have more children than there are tokens.
     """
 
     state: ClassVar[tuple[str, ...]] = ("cache", "mask", "bias")
@@ -138,11 +138,11 @@ class Growth:
         self.bias = self.mask[:, :, self.before :]  # the rows of drafts
         if isinstance(self.tree, TreeShape) and self.fed:
             nodes = torch.cat([level.parents for level in self.levels[1:]])
-            seen = self.tree.ancestors[0, nodes][:, nodes]  # the root is a committed position
-            self.bias[..., self.start : self.start + self.fed].masked_fill_(seen, 0)
+            ancestors = self.tree.ancestors[0, nodes][:, nodes]  # the root is a committed position
+            self.bias[..., self.start : self.start + self.fed].masked_fill_(ancestors, 0)
 
     def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:
-        """Read the tokens just committed; returns the state predicted after the last one [R, C]."""
+        """Read the newly committed tokens; returns the state [R, C] predicted after the last."""
         assert feedback.result is not None and feedback.tokens is not None
         cache = self.cache
         tokens = feedback.tokens
@@ -166,7 +166,7 @@ class Growth:
     def _below(
         self, head: FeatureHead, root: Tensor, state: Tensor, uniforms: UniformSource
     ) -> DraftTree:
-        """As :meth:`grow`, once the mask shows what is committed."""
+        """As :meth:`grow`, after the mask was updated for committed tokens."""
         if isinstance(self.tree, TreeShape):
             return self._static(head, self.tree, root, state[:, None], uniforms)
         return self._dynamic(head, self.tree, root, state[:, None])
@@ -179,6 +179,7 @@ class Growth:
         states: Tensor,
         uniforms: UniformSource,
     ) -> DraftTree:
+        """A tree of fixed ``shape`` below ``root``, one level a forward."""
         tokens = root[:, None].repeat(1, shape.size)
         probs = chances = None
         if self.weighs:
@@ -213,6 +214,7 @@ class Growth:
         return self.vocabulary.to_target(drafts), probs
 
     def _dynamic(self, head: FeatureHead, tree: Dynamic, root: Tensor, state: Tensor) -> DraftTree:
+        """EAGLE-2's tree below ``root``: a beam grows for ``depth`` levels, then is reranked."""
         k = tree.top_k
         branches = self.cache.size.branches
         shift = self.vocabulary.shift
@@ -220,9 +222,9 @@ class Growth:
         states = state
         for depth in range(1, tree.depth + 1):
             first = (depth - 1) * k
-            seen = branched(beam.mask, branches)  # [R, k, k · depth]
+            allow = branched(beam.mask, branches)  # [R, k, k · depth]
             scratch = self.bias[:, 0, first : first + k, self.start : self.start + k * depth]
-            mask = torch.zeros_like(seen, dtype=state.dtype).masked_fill_(~seen, float("-inf"))
+            mask = torch.zeros_like(allow, dtype=state.dtype).masked_fill_(~allow, float("-inf"))
             scratch.copy_(mask)
             origin = branched(beam.origin, branches)
             states = self._feed(head, beam.tokens, states, origin, depth, first)
@@ -240,8 +242,8 @@ class Growth:
     ) -> Tensor:
         """States [R, n, C] predicted after drafts ``tokens`` [B, n] at ``depth``.
 
-        ``states`` [R, n', C] were predicted one level up, at their parents ``origin`` [R, n]. Keys
-        and values are stored from scratch slot ``first`` of the drafts on.
+        ``states`` [R, n', C] were predicted one level up; ``origin`` [R, n] are the parents there.
+        Keys and values are stored from scratch slot ``first`` of the drafts on.
         """
         cache = self.cache
         count = tokens.shape[1]
@@ -251,5 +253,5 @@ class Growth:
         return head.read(tokens, at_nodes(states, origin), places, bias, depth)
 
     def _positions(self, depth: int, count: int) -> Tensor:
-        """The places [R, n] in their text of ``count`` n drafts at ``depth``."""
+        """The text positions [R, n] of n = ``count`` drafts at ``depth``."""
         return (self.cache.lengths[:, None] + depth - 1).expand(-1, count)

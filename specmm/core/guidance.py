@@ -1,4 +1,4 @@
-"""Classifier-free guidance over branches, and which tokens may be drawn where.
+"""Classifier-free guidance over branches, and masks of the tokens that may be drawn.
 
 Shape letters: B batch, G guidance branches ([cond; uncond] under guidance), R = G·B rows, N tree
 nodes, V vocabulary, K masks, T tokens of an answer.
@@ -17,8 +17,8 @@ from specmm.extending.kinds import check_at_least, check_whole
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance: ``scale`` ≥ 0 (1 is off); with ``interval`` n > -1 only tokens 0 …
-    n + 1 are guided.
+    """Classifier-free guidance: ``scale`` ≥ 0 (1: off), of tokens 0 … n + 1 if n = ``interval`` ≥
+    0.
     """
 
     scale: float = 1.0
@@ -48,8 +48,8 @@ class Guidance:
     def mix(self, logits: Tensor, positions: Tensor, prompt: Tensor | int) -> Tensor:
         """Guided logits [B, N, V] from ``logits`` [R, N, V] of all branches.
 
-        ``positions`` [1 or R, N] are the nodes' positions, ``prompt`` ([B, 1] or one number) counts
-        the tokens before the first that is drawn.
+        ``positions`` [1 or R, N] are the nodes' positions; ``prompt`` ([B, 1] or one number) counts
+        the tokens before the first drawn token.
         """
         if self.branches == 1:
             return logits
@@ -63,9 +63,10 @@ class Guidance:
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """Which tokens may be drawn: ``masks`` [K, V] bool, and ``places`` [T], the mask of each token.
+    """The tokens that may be drawn: ``masks`` [K, V] bool, and the mask's index for each token,
+    ``places`` [T].
 
-    The last place holds for every token after it.
+    The last entry of ``places`` applies to all later tokens.
     """
 
     masks: Tensor
@@ -82,17 +83,17 @@ class AllowedTokens:
         return bool(self.masks.all())
 
     def to(self, device: torch.device) -> AllowedTokens:
-        """The same on ``device``."""
+        """A copy on ``device``."""
         return AllowedTokens(self.masks.to(device), self.places.to(device))
 
     def at(self, drawn: Tensor) -> Tensor:
-        """Masks [..., V] of the tokens that are the ``drawn``-th [...] of their answers, from 0."""
+        """Masks [..., V] for tokens number ``drawn`` [...] of their answers, counted from 0."""
         if len(self.masks) == 1:
             return self.masks[0].expand(*drawn.shape, -1)
         return self.masks[self.places[drawn.clamp(max=len(self.places) - 1)]]
 
     def __call__(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """``logits`` [B, N, V], ``-inf`` where a token may not be the ``drawn``-th [1 or B, N]."""
+        """``logits`` [B, N, V], ``-inf`` for tokens not allowed as number ``drawn`` [1 or B, N]."""
         if self.everything:
             return logits
         if len(self.masks) == 1:  # one row of V is inverted, not one a node

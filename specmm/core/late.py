@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Late:
-    """``values``, on their way to the host since this was made."""
+    """A copy of ``values`` to the host, started when this is made."""
 
     def __init__(self, values: Tensor) -> None:
         self.arrived: torch.cuda.Event | None = None
@@ -22,8 +22,8 @@ class Late:
         self.arrived.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> list[float]:
-        """The numbers, waited for if need be."""
+        """The numbers; waits for the copy if necessary."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        found: list[float] = self.values.flatten().tolist()
-        return found
+        numbers: list[float] = self.values.flatten().tolist()
+        return numbers

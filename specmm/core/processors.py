@@ -2,8 +2,8 @@
 
 A distribution has the shape of its logits, is float32 (float64 for float64 logits) and sums to 1.
 Source: LlamaGen (arXiv 2406.06525), ``generate.sample``. A repetition penalty needs the
-:class:`History`: a node of a draft tree has seen its row's committed tokens, its ancestors and
-itself.
+:class:`History`: to a node of a draft tree, its row's committed tokens, its ancestors and itself
+count as seen.
 
 Shape letters: B batch, N nodes, V vocabulary, S room for tokens, M most tokens appended.
 """
@@ -36,17 +36,17 @@ class History:
         self.prompts = lengths.clone()  # [B], tokens before the answers
 
     def take(self, row: int, other: History, source: int = 0) -> None:
-        """Replace ``row``'s tokens by those of the row ``source`` of ``other``, which must fit."""
+        """Replace ``row``'s tokens by those of row ``source`` of ``other``, which must fit."""
         self.tokens[row, : other.tokens.shape[1]] = other.tokens[source]
         self.lengths[row] = other.lengths[source]
         self.prompts[row] = other.prompts[source]
 
     def rows(self, some: Tensor) -> History:
-        """The history of ``some`` rows [n] alone."""
-        found = copy.copy(self)
+        """The history of only the rows ``some`` [n]."""
+        history = copy.copy(self)
         for name in self.state:
-            setattr(found, name, getattr(self, name)[some])
-        return found
+            setattr(history, name, getattr(self, name)[some])
+        return history
 
     def join(self) -> None:
         """Add an empty row at the end."""
@@ -67,15 +67,15 @@ class History:
         self.lengths += kept
 
     def seen(self, tree: DraftTree | None, vocabulary: int) -> Tensor:
-        """Whether each node of ``tree`` has seen each token [B, N, V]; without a tree [B, 1, V]."""
+        """Whether each node of ``tree`` has seen each token [B, N, V]; without tree [B, 1, V]."""
         row = self.tokens.new_zeros(len(self.tokens), vocabulary, dtype=torch.bool)
         column = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         valid = (column < self.lengths[:, None]) & (self.tokens < vocabulary)
         row.scatter_reduce_(1, self.tokens.where(valid, 0), valid, "amax")
         if tree is None:
             return row[:, None]
-        own = tree.tokens[:, :, None]  # in place of nodes that are no ancestors
-        path = torch.where(tree.shape.ancestors, tree.tokens[:, None], own)  # [B, N, N]
+        node_tokens = tree.tokens[:, :, None]  # in place of nodes that are no ancestors
+        path = torch.where(tree.shape.ancestors, tree.tokens[:, None], node_tokens)  # [B, N, N]
         return row[:, None].repeat(1, tree.shape.size, 1).scatter_(-1, path, True)
 
     def sequence(self, row: int) -> Tensor:
@@ -84,8 +84,8 @@ class History:
 
     def answer(self, row: int) -> list[int]:
         """The committed tokens of a row after its prompt."""
-        found: list[int] = self.sequence(row)[int(self.prompts[row]) :].tolist()
-        return found
+        tokens: list[int] = self.sequence(row)[int(self.prompts[row]) :].tolist()
+        return tokens
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,12 @@ class Processor:
     """Turns logits [..., V] into the distribution that is sampled.
 
     In this order: repetition penalty, temperature, top-k, top-p, softmax. ``temperature`` 0 puts
-    all mass on the largest logit (the first of equals). ``top_k`` 0 is off; values equal to the
-    k-th largest are all kept. ``top_p`` 1 is off; a token is kept while the mass above it is at
-    most ``top_p``, and so are all equal to a kept one. ``top_p_first`` takes the nucleus of the
-    whole distribution and then the top k, as the processors of LANTERN and transformers do.
-    ``repetition_penalty`` r (CTRL, arXiv 1909.05858; 1 is off) divides positive logits of tokens
-    already seen by r and multiplies negative ones. Raises ``ValueError`` on options out of range.
+    all mass on the largest logit (on ties the first). ``top_k`` 0 is off; values equal to the k-th
+    largest are all kept. ``top_p`` 1 is off; a token is kept while the mass above it is at most
+    ``top_p``, together with its ties. ``top_p_first`` takes the nucleus of the whole distribution
+    and then the top k, as the processors of LANTERN and transformers do. ``repetition_penalty`` r
+    (CTRL, arXiv 1909.05858; 1 is off) divides positive logits of tokens already seen by r and
+    multiplies negative ones. Raises ``ValueError`` on options out of range.
     """
 
     temperature: float = 1.0
@@ -126,18 +126,17 @@ class Processor:
 
     @property
     def settings(self) -> dict[str, float | str]:
-        """The options that are on, for certificates; the temperature always is. No filter moves the
-        largest logit, which temperature 0 takes. ``top_p`` keeps ties, of which transformers cuts
-        some, by their order.
+        """The active options, for certificates. Temperature 0 takes the largest logit, which no
+        filter changes. ``top_p`` keeps all ties; transformers cuts some of them.
         """
-        found: dict[str, float | str] = {"temperature": self.temperature}
+        settings: dict[str, float | str] = {"temperature": self.temperature}
         if self.top_k > 0 and not self.greedy:
-            found["top_k"] = self.top_k
+            settings["top_k"] = self.top_k
         if self.top_p < 1 and not self.greedy:
-            found |= {"top_p": self.top_p, "top_p_ties": "kept"}
+            settings |= {"top_p": self.top_p, "top_p_ties": "kept"}
         if self.repetition_penalty != 1:
-            found["repetition_penalty"] = self.repetition_penalty
-        return found
+            settings["repetition_penalty"] = self.repetition_penalty
+        return settings
 
     @property
     def greedy(self) -> bool:
@@ -195,12 +194,12 @@ class Processor:
         if self.top_p == 1:
             return kth_largest(logits, k)
         ordered = descending(logits)
-        least = ordered[..., k - 1 : k]
-        pool = ordered if self.top_p_first else ordered.masked_fill(ordered < least, float("-inf"))
+        kth = ordered[..., k - 1 : k]
+        pool = ordered if self.top_p_first else ordered.masked_fill(ordered < kth, float("-inf"))
         # the mass above each token, 0 for the first
         above = F.pad(pool.softmax(-1).cumsum(-1)[..., :-1], (1, 0))
-        kept = (above <= self.top_p).sum(-1, keepdim=True)
-        return torch.maximum(pool.gather(-1, kept - 1), least)
+        count = (above <= self.top_p).sum(-1, keepdim=True)
+        return torch.maximum(pool.gather(-1, count - 1), kth)
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
@@ -215,20 +214,18 @@ def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def extremes(logits: Tensor) -> Tensor:
-    """The least and the largest [2] of ``logits``: both are NaN if anything is."""
+    """The least and the largest [2] of ``logits``; both are NaN if any logit is."""
     return torch.stack(logits.aminmax())
 
 
 def check_finite(ends: Tensor, origin: str) -> None:
-    """Raise ``ValueError`` naming the ``origin`` unless the :func:`extremes` ``ends`` are finite;
-    waits for them.
-    """
+    """Raise ``ValueError`` naming ``origin`` unless :func:`extremes` ``ends`` are finite; waits."""
     if not all(map(math.isfinite, ends.tolist())):
         raise not_finite(origin)
 
 
 def not_finite(origin: str) -> ValueError:
-    """The error for logits of an ``origin``, a model and a round."""
+    """The error for non-finite logits of ``origin``, a model and a round."""
     return ValueError(
         f"logits must be finite, got NaN or infinity from {origin}, check its weights or run it in "
         "float32"

@@ -34,7 +34,7 @@ class UniformSource(Protocol):
 
 
 class Streams(UniformSource, Protocol):
-    """A stream of uniforms for each row, which may be replaced."""
+    """A stream of uniforms for each row; rows can be given new streams."""
 
     def ahead(self, count: int) -> Tensor:
         """The numbers [B, count] that are drawn next."""
@@ -56,7 +56,7 @@ class PredrawnUniforms:
 
 
 class CountedUniforms:
-    """The source ``inner``, with a count of the numbers drawn from it."""
+    """The source ``inner`` that also counts the numbers drawn from it."""
 
     def __init__(self, inner: UniformSource) -> None:
         self.inner = inner
@@ -91,21 +91,23 @@ class Uniforms:
         return self.generators[0].device
 
     def draw(self, count: int) -> Tensor:
-        left = self._block.shape[1] - self._used
-        if left < count:
+        """The next ``count`` numbers of every row: [B, count]."""
+        unused = self._block.shape[1] - self._used
+        if unused < count:
             fresh = [self._next(row, max(BLOCK, count)) for row in range(len(self.generators))]
             self._block = torch.cat([self._block[:, self._used :], torch.stack(fresh)], dim=1)
             self._used = 0
-        taken = self._block[:, self._used : self._used + count]
+        block = self._block[:, self._used : self._used + count]
         self._used += count
-        return taken
+        return block
 
     def ahead(self, count: int) -> Tensor:
-        found = self.draw(count)
+        drawn = self.draw(count)
         self._used -= count
-        return found
+        return drawn
 
     def start_row(self, row: int, generator: torch.Generator) -> Tensor:
+        """Let ``row`` continue with a new ``generator``; returns its first number [1]."""
         self.generators[row] = generator
         self._rest[row] = self._rest[row][:0]
         first = self._next(row, 1)
@@ -118,21 +120,21 @@ class Uniforms:
         device = generator.device
         # always whole blocks: on a GPU a stream depends on how many numbers a call draws
         size = GPU_BLOCK if device.type == "cuda" else BLOCK
-        rest = self._rest[row]
-        if len(rest) < count:
-            blocks = range(math.ceil((count - len(rest)) / size))
+        numbers = self._rest[row]
+        if len(numbers) < count:
+            blocks = range(math.ceil((count - len(numbers)) / size))
             fresh = [
                 torch.rand(size, generator=generator, device=device, dtype=self.dtype)
                 for _ in blocks
             ]
-            rest = torch.cat([rest, *fresh])
-        self._rest[row] = rest[count:]
-        return rest[:count]
+            numbers = torch.cat([numbers, *fresh])
+        self._rest[row] = numbers[count:]
+        return numbers[:count]
 
 
 class RowNumbers:
-    """A uniform for each token that a row may have, by its place in the row: number i of the row's
-    generator is for its token i, whatever was drafted.
+    """A uniform for each token of a row, by its position: number i of the row's generator is for
+    its token i, whatever was drafted.
     """
 
     def __init__(self) -> None:
@@ -142,20 +144,20 @@ class RowNumbers:
     @classmethod
     def of(cls, uniforms: Uniforms, count: int) -> RowNumbers:
         """The next ``count`` numbers of each row of ``uniforms``, whose rows have no tokens yet."""
-        made = cls()
-        made.numbers = uniforms.draw(count).clone()
-        made.counts = torch.zeros(len(made.numbers), dtype=torch.int64, device=uniforms.device)
-        return made
+        rows = cls()
+        rows.numbers = uniforms.draw(count).clone()
+        rows.counts = torch.zeros(len(rows.numbers), dtype=torch.int64, device=uniforms.device)
+        return rows
 
     def join(self, generator: torch.Generator, count: int) -> Tensor:
         """Add a row at the end, with at most ``count`` numbers; returns its first number [1]."""
-        own = Uniforms([generator]).draw(count)
+        drawn = Uniforms([generator]).draw(count)
         rows, width = self.numbers.shape
-        numbers = own.new_zeros(rows + 1, max(width, count))
+        numbers = drawn.new_zeros(rows + 1, max(width, count))
         numbers[:rows, :width] = self.numbers
-        numbers[rows, :count] = own[0]
+        numbers[rows, :count] = drawn[0]
         self.numbers = numbers
-        return own[0, :1]
+        return drawn[0, :1]
 
     def leave(self, row: int) -> None:
         """Remove ``row``; the last row takes its place."""
@@ -166,7 +168,7 @@ class RowNumbers:
         return self.numbers[row, :1]
 
     def draw(self, count: int) -> Tensor:
-        """The numbers [B, count] for each row's next tokens; those of ended rows are arbitrary."""
+        """The numbers [B, count] for each row's next tokens; an ended row has any."""
         places = self.counts[:, None] + torch.arange(count, device=self.counts.device)
         return self.numbers.gather(1, places.clamp(max=self.numbers.shape[1] - 1))
 
@@ -179,8 +181,8 @@ def categorical(probs: Tensor, uniform: Tensor) -> Tensor:
     By the inverse of the cumulative sum. An index of probability 0 is never returned.
     """
     cumulative = probs.cumsum(-1, dtype=torch.promote_types(probs.dtype, uniform.dtype))
-    wanted = (uniform * cumulative[..., -1]).unsqueeze(-1)
-    index = torch.searchsorted(cumulative, wanted, right=True).squeeze(-1)
+    threshold = (uniform * cumulative[..., -1]).unsqueeze(-1)
+    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
     return index.clamp_(max=probs.shape[-1] - 1)
 
 
@@ -194,26 +196,26 @@ def sample_generators(
     draws the sample again.
 
     There is a ``seed`` or ``generator`` for each, or one for the first: the others have the seeds
-    that follow. A generator stands for its seed, or for a number drawn from it if it was used
-    before; this uses it once, so that a second call draws others. Without them entropy is taken.
-    Raises ``ValueError`` for both, another number of them, and other things.
+    that follow. A generator stands for its seed or, if it was used before, for a number drawn from
+    it; this draws once from it, so that a second call gives other samples. Without either, seeds
+    are random. Raises ``ValueError`` for both, for another number of them, and for other types.
     """
     if seed is not None and generator is not None:
         raise ValueError("give seed or generator, not both")
-    name, given, read = ("generator", generator, _spent) if seed is None else ("seed", seed, _whole)
-    if isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        if len(given) != count:
+    name, value, read = ("generator", generator, _spent) if seed is None else ("seed", seed, _valid)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if len(value) != count:
             raise ValueError(
-                f"{name} must be one or one for each of the {count} samples, got {len(given)}"
+                f"{name} must be one or one for each of the {count} samples, got {len(value)}"
             )
-        seeds = [read(one) for one in given]
+        seeds = [read(item) for item in value]
     else:
-        first = secrets.randbelow(FRESH) if given is None else read(given)
+        first = secrets.randbelow(FRESH) if value is None else read(value)
         seeds = [first + i for i in range(count)]
-    return [torch.Generator(device).manual_seed(each % 2**64) for each in seeds]
+    return [torch.Generator(device).manual_seed(number % 2**64) for number in seeds]
 
 
-def _whole(seed: object) -> int:
+def _valid(seed: object) -> int:
     if not isinstance(seed, Integral) or isinstance(seed, bool):
         raise ValueError(f"seed must be a whole number or a list of them, got {shown(seed)}")
     if not -(2**63) <= int(seed) < 2**64:
@@ -222,7 +224,7 @@ def _whole(seed: object) -> int:
 
 
 def _spent(generator: object) -> int:
-    """The seed that ``generator`` stands for; it moves on by one number."""
+    """The seed that ``generator`` stands for; draws one number from it."""
     if not isinstance(generator, torch.Generator):
         raise ValueError(
             "generator must be a torch.Generator or a list of them, such as "
@@ -236,9 +238,7 @@ def _spent(generator: object) -> int:
 
 
 def further(generator: torch.Generator) -> torch.Generator:
-    """Another generator, of a stream of its own, that follows from ``generator``'s state, which
-    does not move.
-    """
+    """Another generator with its own stream, derived from ``generator`` without moving it."""
     copy = torch.Generator(generator.device)
     copy.set_state(generator.get_state())
     seed = int(torch.randint(2**62, (), generator=copy, device=copy.device))
@@ -247,7 +247,7 @@ def further(generator: torch.Generator) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A block whose random numbers come from ``seed``; the caller's random state is kept."""
+    """A block whose random numbers come from ``seed``; restores the caller's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield

@@ -1,10 +1,10 @@
 """A batch whose rows join and leave between rounds, for serving engines.
 
 Each row has its own limit, stop and generator. When a row leaves, the last row takes its place, so
-that a batch has no idle rows. As in continuous batching, a row that joins is prefilled by itself,
-and the last feedback is rewritten for it as if the batch had just begun there. Token i of a row is
-drawn by the number i of its generator (:class:`specmm.verify.matching.Matching`): it does not
-depend on the other rows or on drafts.
+that a batch has no idle rows. As in continuous batching, a row that joins is prefilled alone, and
+the last feedback is rewritten for it as if the batch had just begun there. Token i of a row is
+drawn by number i of its generator (:class:`specmm.verify.matching.Matching`): it does not depend on
+the other rows or on drafts.
 
 Shape letters: B rows, D deepest level, V vocabulary.
 """
@@ -41,17 +41,15 @@ class Joining(Protocol):
 
 
 class RowStop(Stop, Joining, Protocol):
-    """A stop with conditions of its own for each row."""
+    """A stop with separate conditions for each row."""
 
 
 class Rows:
-    """The rows of ``target``, drafted for by ``drafter``; ``stop`` ends them. All of these join and
-    leave together.
-    """
+    """A batch of ``target``, ``drafter`` and ``stop``, in which rows join and leave together."""
 
     def __init__(self, target: Target, drafter: Drafter, stop: RowStop) -> None:
         self.parts = (target, drafter, Matching())
-        self.members = [part for part in (target, drafter, stop) if isinstance(part, Joining)]
+        self.members = [member for member in (target, drafter, stop) if isinstance(member, Joining)]
         self.stop = stop
         self.clock = Clock()
         self.uniforms = RowNumbers()
@@ -65,8 +63,8 @@ class Rows:
         """Add a row of at most ``limit`` tokens, which draws from ``generator``; returns the row's
         number.
 
-        ``begin(row)`` puts a prompt that was already read into the row and returns its last output,
-        which is finite.
+        ``begin(row)`` moves an already read prompt into the row and returns its last output, which
+        is finite.
         """
         target, drafter, rule = self.parts
         row = self.count
@@ -104,7 +102,7 @@ class Rows:
             self.feedback = self.feedback.left(row)
 
     def round(self) -> Sequence[int]:
-        """Play one round; returns how many tokens each row gained. Call :meth:`check` next."""
+        """Run one round; returns each row's number of new tokens. Call :meth:`check` next."""
         before = self.progress.counts.tolist()
         self.uniforms.counts = self.progress.counts
         with attention_of_any_length():
@@ -121,7 +119,7 @@ class Rows:
 
 
 def _as_if_played(output: TargetOutput, token: Tensor) -> Feedback:
-    """The feedback of a row that begins with ``token`` [1], in the form of a round's."""
+    """The feedback for a row that begins with ``token`` [1], in the form that a round gives."""
     last = TargetOutput(output.probs[:, -1:], output.hidden[:, -1:])
     none = torch.zeros_like(token)[:, None]
     tree = DraftTree(none, TreeShape.chain(0, token.device))

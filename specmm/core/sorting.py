@@ -1,4 +1,4 @@
-"""The largest of many numbers, and their order, faster than by PyTorch's operators alone.
+"""Selecting and sorting the largest of many numbers, faster than PyTorch's own operators.
 
 Shape letters: R rows of V numbers, C chunks.
 """
@@ -18,7 +18,7 @@ LARGE = 2**13  # numbers of a row from which columns pay
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and places of ``x.topk(k)`` [..., k], equal ones in any order.
+    """Values and indices of ``x.topk(k)`` [..., k]; the order of ties is arbitrary.
 
     A GPU searches a row of up to some 20,000 numbers on one multiprocessor; so ``LONG`` rows are
     split into chunks, searched side by side, and then the chunks' results. A CPU searches columns.
@@ -35,7 +35,7 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(x: Tensor) -> Tensor:
-    """The place of the largest of ``x`` [..., V], the first of equals: [...].
+    """The index [...] of the largest of ``x`` [..., V]; on ties the first.
 
     NaN counts as the largest. On a CPU numpy is twenty times faster.
     """
@@ -46,25 +46,25 @@ def likeliest(x: Tensor) -> Tensor:
 
 
 def weighed(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The places of the ``k`` largest of ``logits`` [..., V], and their probabilities [..., k]."""
+    """The indices of the ``k`` largest of ``logits`` [..., V], and their probabilities [..., k]."""
     values, places = largest(logits, k)
     return places, (values.float() - logits.float().logsumexp(-1, keepdim=True)).exp()
 
 
 def by_chunks(x: Tensor, k: int, chunks: int) -> tuple[Tensor, Tensor]:
-    """:func:`largest` by C = ``chunks`` of V / C numbers, of which each has at least ``k``."""
+    """:func:`largest` by C = ``chunks`` chunks of V / C numbers, each of at least ``k``."""
     width = x.shape[-1] // chunks
-    each = x.unflatten(-1, (chunks, width)).topk(k)  # [..., C, k]
-    values, found = each.values.flatten(-2).topk(k)
-    places = each.indices.flatten(-2).gather(-1, found)
-    return values, places + found // k * width
+    largest_of_chunks = x.unflatten(-1, (chunks, width)).topk(k)  # [..., C, k]
+    values, indices = largest_of_chunks.values.flatten(-2).topk(k)
+    places = largest_of_chunks.indices.flatten(-2).gather(-1, indices)
+    return values, places + indices // k * width
 
 
 def by_columns(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """:func:`largest` of rows [R, V], in a seventh of the time for V = 151,936 on a CPU.
 
-    Of a large V only those ``k`` columns of ``COLUMN`` numbers are searched that hold the largest.
-    Whether depends on V and k alone: a row's order of equals must not depend on other rows.
+    For large V, only the ``k`` columns of ``COLUMN`` numbers with the largest maxima are searched.
+    This depends on V and k alone: a row's order of ties must not depend on other rows.
     """
     columns = x.shape[1] // COLUMN
     if x.shape[1] < LARGE or x.shape[1] % COLUMN or 4 * k > columns:
@@ -72,8 +72,8 @@ def by_columns(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values, places
     groups = x.reshape(len(x), COLUMN, columns)
     chosen = groups.amax(1).topk(k, sorted=False).indices
-    values, found = groups.gather(2, chosen[:, None].expand(-1, COLUMN, -1)).flatten(1).topk(k)
-    return values, found // k * columns + chosen.gather(1, found % k)
+    values, indices = groups.gather(2, chosen[:, None].expand(-1, COLUMN, -1)).flatten(1).topk(k)
+    return values, indices // k * columns + chosen.gather(1, indices % k)
 
 
 def by_numpy(x: Tensor) -> bool:
@@ -85,8 +85,8 @@ def kth_largest(x: Tensor, k: int) -> Tensor:
     """The ``k``-th largest of ``x`` [..., V], [..., 1]; on a CPU numpy is ten times faster."""
     if not by_numpy(x):
         return top_k.kth_largest(x, k) if top_k.serves(x) else x.topk(k, dim=-1).values[..., -1:]
-    place = x.shape[-1] - k
-    return torch.from_numpy(np.partition(x.numpy(), place, axis=-1)[..., place : place + 1])
+    index = x.shape[-1] - k
+    return torch.from_numpy(np.partition(x.numpy(), index, axis=-1)[..., index : index + 1])
 
 
 def descending(x: Tensor) -> Tensor:

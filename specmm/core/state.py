@@ -1,8 +1,8 @@
 """The state that a run's rounds read and change, declared by the classes that hold it.
 
 A class that takes part in rounds (a target, a drafter, their parts, a run's progress) lists in
-``state`` the attributes that hold tensors: tensors, lists or dicts of them, or objects with state
-of their own. A round writes to these in place, and allocates everything else anew. So a CUDA graph
+``state`` the attributes that hold tensors: tensors, lists or dicts of them, or objects with a
+``state``. A round writes to these in place, and allocates all other tensors anew. So a CUDA graph
 of a round knows its memory (:mod:`specmm.programs.graphs`), and a new run's tensors can be copied
 into it. Tensors in attributes listed in ``fixed`` must stay where they are, because other tensors
 are views of them.
@@ -18,50 +18,51 @@ from torch import Tensor
 
 
 class Slot(NamedTuple):
-    """The place of a ``tensor``: ``holder[key]``, of a dict (also an object's attributes) or list;
-    ``name`` is how it is reached.
+    """The place of a ``tensor``: ``holder[key]``, of a dict (also an object's attributes) or a
+    list; ``name`` is the path to it.
     """
 
     name: str
     holder: Any
     key: Any
     tensor: Tensor
-    fixed: bool
+    fixed: bool  # must stay where it is: other tensors are views of it
 
 
 def slots_of(owner: object, name: str) -> list[Slot]:
-    """All tensors that ``owner``, called ``name``, declares, in order; shared ones once."""
+    """All tensors that ``owner``, called ``name``, declares, in order; shared tensors once."""
     return list(_slots(owner, name, set()))
 
 
 def _slots(owner: object, name: str, seen: set[int]) -> Iterator[Slot]:
+    """The slots of one object's declared attributes."""
     kind = type(owner)
     if id(owner) in seen:
         return
     seen.add(id(owner))
     fixed = getattr(kind, "fixed", ())
     for key in getattr(kind, "state", ()):
-        held = vars(owner).get(key)
-        yield from _found(vars(owner), key, held, f"{name}.{key}", seen, key in fixed)
+        value = vars(owner).get(key)
+        yield from _slots_in(vars(owner), key, value, f"{name}.{key}", seen, key in fixed)
 
 
-def _found(
+def _slots_in(
     holder: Any, key: Any, held: object, name: str, seen: set[int], fixed: bool
 ) -> Iterator[Slot]:
     """The slots of all tensors in ``held``, which lies at ``holder[key]``; ``fixed`` says whether
-    they must stay where they are. Attributes of objects say so for themselves.
+    they must stay in place. Objects declare this for their own attributes.
     """
     if isinstance(held, Tensor):
         yield Slot(name, holder, key, held, fixed)
     elif isinstance(held, list | dict):
         for k in range(len(held)) if isinstance(held, list) else held:
-            yield from _found(held, k, held[k], f"{name}[{k!r}]", seen, fixed)
+            yield from _slots_in(held, k, held[k], f"{name}[{k!r}]", seen, fixed)
     elif held is not None:
         yield from _slots(held, name, seen)
 
 
 def with_one(x: Tensor, dim: int = 0) -> Tensor:
-    """``x`` with one more row, of zeros, the last along ``dim``."""
+    """``x`` with a row of zeros appended along ``dim``."""
     shape = list(x.shape)
     shape[dim] = 1
     return torch.cat([x, x.new_zeros(shape)], dim)

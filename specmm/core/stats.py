@@ -1,6 +1,6 @@
 """A run's counts, the seconds of its parts, and its certificate.
 
-Times are host seconds. On a GPU they mean something only if the device is waited for, which
+Times are host seconds. On a GPU they are meaningful only if the host waits for the device, as
 ``Clock(sync=True)`` does.
 
 Claims: ``exact``: the output has the target's distribution. ``bounded``: it differs, and ``tv`` is
@@ -51,16 +51,16 @@ class Clock:
 class Stats:
     """Counts of one run over a batch.
 
-    ``tokens`` and ``rounds`` are summed over samples. Of a sample's tokens the first, where it
-    comes from the prefill, is counted among the ``prefilled``, too: no round made it. A round
-    counts for a sample only while it is unfinished. ``seconds`` is the wall clock of the whole run,
-    ``draft_seconds`` and ``verify_seconds`` the model forwards in it, ``search_seconds`` the part
-    of the drafting that was a search for paths.
+    ``tokens`` and ``rounds`` are summed over samples. A sample's first token also counts in
+    ``prefilled`` if the prefill, not a round, gave it. A round counts for a sample only while the
+    sample is unfinished. ``seconds`` is the wall clock of the whole run, ``draft_seconds`` and
+    ``verify_seconds`` the model forwards in it, ``search_seconds`` the part of the drafting that
+    was a search for paths.
     """
 
     tokens: int = 0
     rounds: int = 0
-    batch_rounds: int = 0
+    batch_rounds: int = 0  # of the whole batch
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -74,18 +74,18 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Block efficiency: tokens committed per round, those of prefills left out."""
+        """Block efficiency: tokens committed per round, without prefilled tokens."""
         return (self.tokens - self.prefilled) / max(self.rounds, 1)
 
     @property
     def taus(self) -> list[float]:
-        """Block efficiency of each sample; 0 of one that ended before the first round."""
+        """Block efficiency of each sample; 0 if it ended before the first round."""
         rows = self.kept_by_row
         return [sum((i + 1) * n for i, n in enumerate(row)) / max(sum(row), 1) for row in rows]
 
     @property
     def accepted_by_position(self) -> list[float]:
-        """By position of a draft, the share of sample rounds that accepted it and all before it."""
+        """By position of a draft: the share of sample rounds that accepted all drafts up to it."""
         accepted = [sum(self.kept[i:]) for i in range(1, len(self.kept))]
         return [count / max(sum(self.kept), 1) for count in accepted]
 
@@ -117,19 +117,19 @@ class Stats:
 
 
 def total(parts: Sequence[Stats]) -> Stats:
-    """The sum of all ``parts`` (at least one), of their class, which may count more."""
-    found = type(parts[0])()
+    """The sum of all ``parts`` (at least one), in their class, which may have more fields."""
+    summed = type(parts[0])()
     for part in parts:
-        found.add(part)
-    return found
+        summed.add(part)
+    return summed
 
 
 @dataclass(frozen=True)
 class Certificate:
     """A claim, its reason, and the total variation per token: 0 if exact, None if heuristic.
 
-    ``settings`` tell which distribution is meant: the model's under these options (temperature,
-    guidance, filters, iterations …).
+    ``settings`` define the distribution: the model's under these options (temperature, guidance,
+    filters, iterations …).
     """
 
     kind: Literal["exact", "bounded", "heuristic"]
@@ -155,8 +155,8 @@ class Certificate:
         text: str = self.kind
         if self.kind == "bounded":
             assert self.tv is not None, "it was measured"
-            most = math.ceil(round(self.tv * 1e4, 6)) / 1e4  # rounded up: the claim stays true
-            text += f", total variation a token at most {most:.4f} on average (measured)"
+            shown = math.ceil(round(self.tv * 1e4, 6)) / 1e4  # rounded up: the claim stays true
+            text += f", total variation a token at most {shown:.4f} on average (measured)"
         text += f": {self.reason}"
         if self.settings:
             named = ", ".join(f"{name} {value}" for name, value in self.settings.items())
@@ -165,7 +165,7 @@ class Certificate:
 
 
 def rule_certificate(name: str, exact: bool, excess: float | None) -> Certificate:
-    """The certificate of a run by a rule; ``excess`` is a relaxed rule's, the mean per token."""
+    """The certificate of a run by a rule; ``excess`` is a relaxed rule's mean excess per token."""
     if exact:
         reason = f"every token kept or drawn by the {name} rule follows the target's distribution"
         return Certificate("exact", reason, 0.0)
@@ -183,13 +183,13 @@ def merged_certificate(parts: Sequence[tuple[Certificate, float]]) -> Certificat
     if not parts:
         return None
     order = ("exact", "bounded", "heuristic")
-    least = max((part for part, _ in parts), key=lambda part: order.index(part.kind))
-    reasons = dict.fromkeys(part.reason for part, _ in parts if part.kind == least.kind)
-    least = replace(least, reason="; ".join(reasons))
-    if least.kind != "bounded":
-        return least
+    weakest = max((one for one, _ in parts), key=lambda one: order.index(one.kind))
+    reasons = dict.fromkeys(one.reason for one, _ in parts if one.kind == weakest.kind)
+    weakest = replace(weakest, reason="; ".join(reasons))
+    if weakest.kind != "bounded":
+        return weakest
     total = sum(weight for _, weight in parts)
-    return replace(least, tv=sum((part.tv or 0.0) * weight for part, weight in parts) / total)
+    return replace(weakest, tv=sum((one.tv or 0.0) * weight for one, weight in parts) / total)
 
 
 def speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:
@@ -198,7 +198,7 @@ def speedup(baseline: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def quartiles(baseline: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Lower and upper quartile of the ratios of runs made side by side, of the same input."""
+    """Lower and upper quartile of the ratios of paired runs on the same inputs."""
     ratios = [b / s for b, s in zip(baseline, seconds, strict=True)]
     if len(ratios) < 2:
         return ratios[0], ratios[0]

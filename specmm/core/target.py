@@ -43,7 +43,7 @@ class Target(Protocol):
         """
 
     def score(self, tree: DraftTree) -> TargetOutput:
-        """One forward over all nodes; each attends the committed tokens and its ancestors."""
+        """One forward over all nodes; each attends to the committed tokens and its ancestors."""
 
     def commit(self, result: VerifyResult) -> None:
         """Keep the nodes of ``result.path`` in the cache."""
@@ -54,7 +54,7 @@ class Target(Protocol):
 
 @runtime_checkable
 class BatchingTarget(Protocol):
-    """A target whose rows can start new samples while the others go on."""
+    """A target whose rows can start new samples while other rows continue."""
 
     def start_row(self, row: int, prompt: Any) -> TargetOutput:
-        """Prefill ``prompt``, one sample's, in place of the sample in ``row``."""
+        """Replace the sample in ``row`` by a prefill of ``prompt``, which has one sample."""

@@ -1,4 +1,4 @@
-"""Draft trees: the tokens a drafter proposes, their parents, and what each was drawn from.
+"""Draft trees: the proposed tokens, their parents, and the distributions they were drawn from.
 
 Node 0 is the root: the last committed token. Every other node is a draft.
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 class computed_once(Generic[T]):
-    """``functools.cached_property`` without its lock, at which PyTorch would end a program: a
-    dynamic drafter's shapes are made inside one.
+    """``functools.cached_property`` without its lock, which PyTorch cannot compile: a dynamic
+    drafter's shapes are made inside compiled programs.
     """
 
     def __init__(self, make: Callable[[Any], T]) -> None:
@@ -33,9 +33,9 @@ class computed_once(Generic[T]):
         """The result of ``make``, stored in ``shape`` for later reads."""
         if shape is None:
             return self  # type: ignore[return-value]
-        found = self.make(shape)
-        setattr(shape, self.name, found)
-        return found
+        value = self.make(shape)
+        setattr(shape, self.name, value)
+        return value
 
 
 class TreeShape:
@@ -57,17 +57,17 @@ class TreeShape:
         """``make(self)``, computed at the first call with ``name``."""
         if name not in self._made:
             self._made[name] = make(self)
-        found: T = self._made[name]
-        return found
+        value: T = self._made[name]
+        return value
 
     def to(self, device: torch.device | str) -> TreeShape:
         """This shape on ``device``."""
         parents = self.parents.to(device)
         if parents is self.parents:
             return self
-        made = TreeShape(parents, self.depth, self.width)
-        made.fixed = self.fixed
-        return made
+        shape = TreeShape(parents, self.depth, self.width)
+        shape.fixed = self.fixed
+        return shape
 
     @classmethod
     def from_parents(cls, parents: Sequence[int], device: torch.device | str = "cpu") -> TreeShape:
@@ -81,9 +81,9 @@ class TreeShape:
                 raise ValueError(f"parent of node {node} must be in [0, {node}), got {parent}")
             depths.append(depths[parent] + 1)
             counts[parent] += 1
-        made = cls(torch.tensor([parents], device=device), max(depths), max(counts))
-        made.fixed = True
-        return made
+        shape = cls(torch.tensor([parents], device=device), max(depths), max(counts))
+        shape.fixed = True
+        return shape
 
     @classmethod
     def from_choices(
@@ -103,15 +103,15 @@ class TreeShape:
         """A root followed by ``length`` drafts, one after the other, at least 0."""
         if length < 0:
             raise ValueError(f"a chain must have at least 0 drafts, got {length}")
-        made = cls.from_parents(list(range(-1, length)), device)
+        shape = cls.from_parents(list(range(-1, length)), device)
         nodes = torch.ones(1, length + 1, length + 1, dtype=torch.bool, device=device)
-        made.ancestors = nodes.tril()  # at once: paths of a long chain would take seconds
-        return made
+        shape.ancestors = nodes.tril()  # at once: paths of a long chain would take seconds
+        return shape
 
     def parents_of(self, row: int) -> list[int]:
         """The parent of each node of a ``row``, -1 for the root."""
-        found: list[int] = self.parents[row if len(self.parents) > 1 else 0].tolist()
-        return found
+        parents: list[int] = self.parents[row if len(self.parents) > 1 else 0].tolist()
+        return parents
 
     @property
     def size(self) -> int:
@@ -205,9 +205,9 @@ class DraftTree:
     distribution it was drawn from *given its earlier siblings* (node 0's is unused). ``None`` means
     that every node is a point mass: chosen, not drawn. This one convention covers independent
     siblings, sampling without replacement and top-k trees. ``drafted`` is the number of levels of a
-    chain that hold drafts; padding tokens follow them (None: all levels). Of chains whose rows have
-    ``sizes`` [B] of their own, a target need not score the nodes after those. ``chances`` [B, N]
-    are the drafter's probabilities of each node after its parent, if it records them.
+    chain that hold drafts; padding tokens follow (None: all levels). If rows' chains have different
+    ``sizes`` [B], a target need not score the nodes beyond them. ``chances`` [B, N] are the
+    drafter's probabilities of each node after its parent, if it records them.
     """
 
     tokens: Tensor
@@ -235,13 +235,13 @@ class DraftTree:
 
 
 def paths(tree: DraftTree | None, row: int) -> list[tuple[int, list[int]]]:
-    """For each node of a row's tree, its parent (-1: none) and the tokens from the root to it;
-    without a tree, one empty path.
+    """For each node of a row's tree: its parent (-1: none) and the tokens from the root to it;
+    without a tree one empty path.
     """
     if tree is None:
         return [(-1, [])]
-    found: list[tuple[int, list[int]]] = []
+    result: list[tuple[int, list[int]]] = []
     nodes = zip(tree.tokens[row].tolist(), tree.shape.parents_of(row), strict=True)
     for token, parent in nodes:
-        found.append((parent, [*(found[parent][1] if parent >= 0 else []), token]))
-    return found
+        result.append((parent, [*(result[parent][1] if parent >= 0 else []), token]))
+    return result

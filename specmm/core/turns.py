@@ -1,10 +1,10 @@
 """Turns: threads that share a model run one after the other, in the order of their arrival.
 
 Some state that a run changes belongs to the model: hooks on its layers, a processor's settings,
-drafters with a cache, compiled programs. So turns are kept by model: pipelines and
-``custom_generate`` of one model wait for each other, those of different models do not. Within a
-turn products take the threads that are fastest for the model (:mod:`specmm.choose.threads`), and
-the model is in evaluation mode.
+drafters with a cache, compiled programs. So each model has its turns: pipelines and
+``custom_generate`` of one model wait for each other, but not for other models. Within a turn,
+matrix products use the number of threads that is fastest for the model
+(:mod:`specmm.choose.threads`), and the model is in evaluation mode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 class Turns:
-    """A first-come-first-served lock of ``model``, which the thread that has it may take again."""
+    """A first-come-first-served, reentrant lock of ``model``."""
 
     def __init__(self, model: object = None) -> None:
         self._model = (lambda: None) if model is None else ref(model)  # the model holds its turns
@@ -38,14 +38,14 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many threads wait."""
+        """The number of waiting threads."""
         return len(self._waiting)
 
     @contextmanager
     def take(self, call: object = None) -> Iterator[None]:
-        """Wait for the turn, keep it for the block, and pass it on, whatever the block raises.
+        """Wait for the turn, hold it during the block, and pass it on even if the block raises.
 
-        Turns of the same ``call`` look at the model once.
+        The model is checked once for all turns of the same ``call``.
         """
         self._wait()
         try:
@@ -56,7 +56,7 @@ class Turns:
             self._give()
 
     def each(self, items: Iterator[R]) -> Iterator[R]:
-        """``items``, each made in a turn of its own, with other threads' turns between them."""
+        """Yields ``items``, each computed in its own turn, so that other threads run in between."""
         call = object()
         while True:
             with self.take(call):
@@ -67,6 +67,7 @@ class Turns:
             yield item
 
     def _wait(self) -> None:
+        """Take the turn, or wait in the queue for it; an interrupted wait leaves the queue."""
         me = threading.get_ident()
         called = threading.Event()
         with self._guard:
@@ -87,6 +88,7 @@ class Turns:
             raise
 
     def _give(self) -> None:
+        """Release the turn once, and pass it to the next thread when all are released."""
         with self._guard:
             self._depth -= 1
             if self._depth:
@@ -117,13 +119,13 @@ _guard = threading.Lock()
 
 
 def turns_of(model: object) -> Turns:
-    """The turns of ``model``, always the same as long as the model lives."""
+    """The turns of ``model``: one object for the model's lifetime."""
     with _guard:
         return _turns.setdefault(model, Turns(model))
 
 
 def in_its_turn(model: Callable[[Any], object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function to run in a turn of ``model(first argument)``."""
+    """Decorator: run the function in a turn of ``model(first argument)``."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""Watching a run from outside: its rounds and a plan's measurements, for displays.
+"""Events of a run for displays: its rounds and measurements.
 
 A run sends events to its watcher and goes on. Without a watcher nothing is recorded or computed.
 """
@@ -17,7 +17,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Call ``watcher`` with the events of this thread's runs within the block."""
+    """Within the block, call ``watcher`` with the events of this thread's runs."""
     before = _watcher.set(watcher)
     try:
         yield
@@ -26,12 +26,12 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether anybody watches."""
+    """Whether this thread has a watcher."""
     return _watcher.get() is not None
 
 
 def tell(event: object) -> None:
-    """Tell the watcher, if there is one, about ``event``."""
+    """Send ``event`` to the watcher, if there is one."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(event)

@@ -1,4 +1,4 @@
-"""``specmm.register``: drafters, rules and trees of one's own by name, in every method that takes
+"""``specmm.register``: gives your own drafters, rules and trees a name for every method that takes
 them.
 """
 
@@ -34,11 +34,11 @@ def register(kind: str, name: str) -> Callable[[T], T]: ...
 @overload
 def register(kind: str, name: str, thing: T) -> T: ...
 def register(kind: str, name: str, thing: Any = None) -> Any:
-    """Make ``thing`` the ``kind`` ("drafter", "rule" or "tree") called ``name``, and return it.
+    """Register ``thing`` as the ``kind`` ("drafter", "rule" or "tree") called ``name``; return it.
 
     Without a thing this is a decorator. A third-party name may be registered again, as when a
-    notebook's cell is rerun. Raises ``ValueError`` for another kind, a name of specmm's own, and
-    for a thing that is not of its kind: see :mod:`specmm.extending.outside`,
+    notebook's cell is rerun. Raises ``ValueError`` for another kind, a name that specmm uses, and
+    for a thing of the wrong kind: see :mod:`specmm.extending.outside`,
     :class:`specmm.verify.rule.Rule` and :data:`specmm.shape.trees.OURS`.
 
     >>> @specmm.register("tree", "fan")
@@ -64,7 +64,7 @@ def register(kind: str, name: str, thing: Any = None) -> Any:
 
 
 def load(place: str) -> None:
-    """Import ``place``, a Python file or a module's name, for what it registers.
+    """Import ``place``, a Python file or a module's name, which then registers its things.
 
     Raises ``ValueError`` if it does not exist or its import fails.
     """
@@ -89,9 +89,11 @@ def load(place: str) -> None:
 
 
 def _check_name(file: Path) -> None:
-    """Raise ``ValueError`` for a file that would take the place of an installed module."""
+    """Raise ``ValueError`` for a file that would shadow an installed module."""
     loaded = sys.modules.get(file.stem)
     if Path(getattr(loaded, "__file__", None) or "").resolve() == file.resolve():
         return  # again
     if loaded is not None or find_spec(file.stem) is not None:
-        raise ValueError(f"there is a module {file.stem}; rename the file")
+        raise ValueError(
+            f"the file must not be named as the installed module {file.stem}; rename it"
+        )

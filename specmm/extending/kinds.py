@@ -10,7 +10,7 @@ MOST = 3.4e38  # larger numbers are infinite in float32
 
 
 def shown(value: object) -> str:
-    """``value`` for an error message: numbers and short texts as they are, others by their type."""
+    """``value`` for an error message: numbers and short texts themselves, other values by type."""
     if value is None or (isinstance(value, str | int | float) and len(repr(value)) <= 60):
         return repr(value)
     if isinstance(value, type):
@@ -27,8 +27,8 @@ def check_numbers(**values: object) -> None:
 
 
 def check_at_least(least: float, hint: str = "", /, **values: Any) -> None:
-    """Raise ``ValueError`` naming the first of ``values`` that is no finite number of ``least`` or
-    more, with a ``hint``.
+    """Raise ``ValueError``, with a ``hint``, naming the first of ``values`` that is not a finite
+    number of at least ``least``.
     """
     check_numbers(**values)
     for name, value in values.items():
@@ -53,8 +53,8 @@ def check_flags(**values: object) -> None:
 
 
 def check_kind(kind: Any, **values: object) -> None:
-    """Raise ``ValueError`` naming the first of ``values`` that an option annotated as ``kind``, a
-    number or one of some texts, cannot have; other annotations are not checked.
+    """Raise ``ValueError`` naming the first of ``values`` that does not fit the annotation
+    ``kind``, a number or one of several texts; other annotations are not checked.
     """
     if kind in ("int", int):
         check_whole(**values)
@@ -63,8 +63,8 @@ def check_kind(kind: Any, **values: object) -> None:
     elif get_origin(kind) is Literal:
         for name, value in values.items():
             if not isinstance(value, str) or value not in get_args(kind):
-                known = ", ".join(get_args(kind))
-                raise ValueError(f"{name} must be one of {known}, got {shown(value)}")
+                names = ", ".join(get_args(kind))
+                raise ValueError(f"{name} must be one of {names}, got {shown(value)}")
 
 
 def texts_of(name: str, given: object) -> list[str]:
@@ -75,8 +75,8 @@ def texts_of(name: str, given: object) -> list[str]:
     # what has no order, or numbers in one, is no list of texts
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping, Set))
     several = several and getattr(given, "ndim", 1) > 0
-    found: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
-    for text in found:
+    texts: list[Any] = list(given) if several else [given]  # type: ignore[call-overload]
+    for text in texts:
         if not isinstance(text, str):
             raise ValueError(
                 f"{name} must be a text or a list of texts, got {shown(text)}{_of_chats(text)}"
@@ -88,7 +88,7 @@ def texts_of(name: str, given: object) -> list[str]:
                 f"{name} must be letters of Unicode, got half a surrogate pair; decode the bytes "
                 "that it comes from with errors='replace'"
             ) from error
-    return found
+    return texts
 
 
 def _of_chats(value: object) -> str:
@@ -102,7 +102,7 @@ def _of_chats(value: object) -> str:
 def either(name: str, value: Any, other: str, same: Any) -> Any:
     """The value of the option ``name``, which may be given under its other name ``other``.
 
-    Raises ``ValueError`` when both are.
+    Raises ``ValueError`` if both are given.
     """
     if value is not None and same is not None:
         raise ValueError(f"give {name} or {other}, which mean the same, got both")

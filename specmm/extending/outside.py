@@ -1,7 +1,7 @@
 """Third-party drafters: how they are made, and how each tree that they propose is checked.
 
-Such a drafter is a class or a function that takes a target and a :class:`DraftRequest` (and options
-of its own) and gives a :class:`specmm.core.drafter.Drafter`; or one that is made already.
+Such a drafter is a :class:`specmm.core.drafter.Drafter`, or a class or function that makes one from
+a target, a :class:`DraftRequest` and its own options.
 
 Shape letters: B batch, N nodes, V vocabulary.
 """
@@ -31,8 +31,8 @@ SUMS = 1e-3  # the error of a recorded distribution's sum: bfloat16 has 8 bits
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A request to a drafter: trees of the shape ``tree``; if ``sampled``, drafts are drawn,
-    siblings as ``siblings`` says, otherwise chosen (point masses).
+    """A request to a drafter: trees of the shape ``tree``. If ``sampled``, drafts are drawn,
+    siblings as ``siblings`` says; otherwise they are chosen (point masses).
     """
 
     tree: TreeShape | Dynamic
@@ -41,7 +41,7 @@ class DraftRequest:
 
 
 def _checked(name: str, thing: Any) -> Any:
-    """``thing``; raises ``ValueError`` if it is no drafter."""
+    """``thing``; raises ``ValueError`` if it is not a drafter."""
     if is_drafter(thing):
         return thing
     raise ValueError(
@@ -52,29 +52,27 @@ def _checked(name: str, thing: Any) -> Any:
 
 
 def is_drafter(thing: object) -> bool:
-    """Whether ``thing`` is a drafter, or makes one; a network that another method drafts with is
-    not, nor is a name.
-    """
+    """Whether ``thing`` is a drafter or makes one; a network or a name is not."""
     thing = whole(thing)
     if isinstance(thing, str | nn.Module):
         return False
-    made = callable(getattr(thing, "propose", None)) and callable(getattr(thing, "begin", None))
-    return made or inspect.isroutine(thing)
+    both = callable(getattr(thing, "propose", None)) and callable(getattr(thing, "begin", None))
+    return both or inspect.isroutine(thing)
 
 
 OTHERS = Open[Any]("drafter", {}, _checked)
 
 
 def of_others(spec: object) -> bool:
-    """Whether ``spec`` is a third-party drafter, or the name of one, as ``echo(order=2)``."""
+    """Whether ``spec`` is a third-party drafter or its name, such as ``echo(order=2)``."""
     if not isinstance(spec, str):
         return is_drafter(spec)
     return spec.partition("(")[0].strip() in OTHERS  # a folder's name may have brackets of any kind
 
 
 def with_own(registry: Registry, method: Any, drafter: Any) -> tuple[Any, Any]:
-    """``method`` (None: plain decoding) with the third-party ``drafter`` as its own, and None to
-    load; for any other ``drafter`` both unchanged.
+    """``method`` (None: plain decoding) with the third-party ``drafter``, and None as the drafter
+    to load; for any other ``drafter`` both unchanged.
     """
     if drafter is None or not of_others(drafter):
         return method, drafter
@@ -84,30 +82,30 @@ def with_own(registry: Registry, method: Any, drafter: Any) -> tuple[Any, Any]:
 def usual_tree(spec: object) -> Tree:
     """The tree that the drafter of ``spec`` declares as its default."""
     thing = OTHERS[parse_spec(spec)[0]] if isinstance(spec, str) else spec
-    found: Tree = getattr(whole(thing), "tree", USUAL)
-    return found
+    tree: Tree = getattr(whole(thing), "tree", USUAL)
+    return tree
 
 
 def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDrafter:
-    """The third-party drafter that ``spec`` names or is, made for ``target``.
+    """The third-party drafter of ``spec``, an object or a name, made for ``target``.
 
-    Raises ``ValueError`` for options that it does not take, for a result that is no drafter, and
-    for a drafter that cannot make dynamic trees where one is asked for.
+    Raises ``ValueError`` for options that it does not take, for a result that is not a drafter, and
+    for a drafter that cannot make a requested dynamic tree.
     """
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
     thing = OTHERS[name] if isinstance(spec, str) else _checked(name, spec)
     if not inspect.isclass(thing) and hasattr(thing, "propose"):
         if values or options:
-            raise ValueError(f"drafter {name} is made already and takes no options, got {spec}")
+            raise ValueError(f"drafter {name} is an object and takes no options, got {spec}")
         return OutsideDrafter(thing, name, maker_of(thing))
     signature = inspect.signature(thing)
     try:
         signature.bind(target, request, *values, **options)
     except TypeError as error:
-        rest = ", ".join(str(one) for one in list(signature.parameters.values())[2:])
-        raise ValueError(f"drafter {name} takes ({rest}), got {spec}: {error}") from error
+        others = ", ".join(str(parameter) for parameter in list(signature.parameters.values())[2:])
+        raise ValueError(f"drafter {name} takes ({others}), got {spec}: {error}") from error
     try:
-        made = thing(target, request, *values, **options)
+        drafter = thing(target, request, *values, **options)
     except AttributeError as error:
         if not isinstance(request.tree, Dynamic):
             raise
@@ -115,14 +113,14 @@ def make_drafter(spec: object, target: Any, request: DraftRequest) -> OutsideDra
             f"drafter {name} must make trees that grow, got {error}; give one of fixed shape, as "
             "tree=chain(3)"
         ) from error
-    return OutsideDrafter(made, name, maker_of(thing))
+    return OutsideDrafter(drafter, name, maker_of(thing))
 
 
 class OutsideDrafter:
     """The drafter ``inner``, called ``name``, by ``maker``; its trees are checked.
 
-    Its seconds are counted here, whatever it does with the clock that it is given. ``recorded``
-    tells whether a tree had distributions, ``varied`` whether such trees had several shapes.
+    Its seconds are counted here, whatever it does with its clock. ``recorded``: whether a tree had
+    distributions; ``varied``: whether such trees had several shapes.
     """
 
     def __init__(self, inner: Drafter, name: str, maker: str) -> None:
@@ -140,7 +138,7 @@ class OutsideDrafter:
         self._drawn: set[tuple[int, ...]] = set()  # parents of drawn trees: the first, and another
 
     def serve(self, rule: Rule) -> None:
-        """From now on refuse trees whose siblings are not drawn as ``rule`` needs them."""
+        """From now on refuse trees whose siblings are not drawn as ``rule`` requires."""
         others = bool(maker_of(rule))
         self.rule = rule.name
         self.needed = getattr(rule, "siblings", None) or ("distinct" if others else None)
@@ -166,6 +164,7 @@ class OutsideDrafter:
         return tree
 
     def _check(self, tree: DraftTree, feedback: Feedback) -> None:
+        """Raise ``ValueError`` for a tree that breaks what the drafter declares."""
         if not isinstance(tree, DraftTree):
             raise ValueError(f"{self} must propose a DraftTree, got a {type(tree).__name__}")
         shape = tree.shape
@@ -187,6 +186,7 @@ class OutsideDrafter:
                 self._check_siblings(tree, tree.probs, self.needed)
 
     def _check_shape(self, tree: DraftTree) -> None:
+        """Check depth and width of a new shape; note shapes with recorded distributions."""
         shape = tree.shape
         if shape is self._shape and shape.fixed:
             return
@@ -205,7 +205,7 @@ class OutsideDrafter:
             self._drawn = set(list(self._drawn)[:2])
 
     def _check_siblings(self, tree: DraftTree, probs: Tensor, needed: Siblings) -> None:
-        """Raise ``ValueError`` unless ``probs`` [B, N, V] fit siblings drawn as ``needed``."""
+        """Raise ``ValueError`` unless ``probs`` [B, N, V] suit siblings drawn as ``needed``."""
         earlier = tree.shape.earlier_siblings  # [1 or B, N, N]
         # of each node, the probability of every other's token
         chances = probs.gather(-1, tree.tokens[:, None].expand(-1, tree.shape.size, -1))
@@ -231,7 +231,7 @@ class OutsideDrafter:
                 f"{self} must record distributions over {size} tokens, got {probs.shape[-1]}"
             )
         if not bool((probs >= 0).all()):
-            raise ValueError(f"{self} must record probabilities, got {_range(probs)}")
+            raise ValueError(f"{self} must record probabilities from 0 to 1, got {_range(probs)}")
         sums = probs.sum(-1)
         if bool(((sums - 1).abs() > SUMS).any()):
             raise ValueError(

@@ -12,6 +12,7 @@ import ast
 import difflib
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -26,28 +27,28 @@ REGISTERED: dict[str, dict[str, Any]] = {"drafter": {}, "rule": {}, "tree": {}}
 
 
 def nearest(name: str, known: Sequence[str], alike: float = 0.5) -> list[str]:
-    """The ``known`` names that ``name`` may stand for: those that begin with it, or the nearest one
-    with a difflib ratio of at least ``alike`` (0 to 1).
+    """The ``known`` names that ``name`` may mean: names that begin with it, or else the nearest
+    name with a difflib ratio of at least ``alike`` (0 to 1).
     """
-    whole = [one for one in known if one.startswith(name)] if len(name.strip("-_")) > 2 else []
-    return whole[:2] or difflib.get_close_matches(name, known, n=1, cutoff=alike)
+    beginnings = [one for one in known if one.startswith(name)] if len(name.strip("-_")) > 2 else []
+    return beginnings[:2] or difflib.get_close_matches(name, known, n=1, cutoff=alike)
 
 
 def unknown(kind: str, name: object, known: Iterable[str], alike: float = 0.5) -> ValueError:
-    """The error for a ``name`` that is no ``kind``: suggests the nearest, else lists all.
+    """The error for a ``name`` that is not a ``kind``: suggests the nearest name, or lists all.
 
-    A folder that all names share does not count for nearness, and a ``name`` longer than any known
-    one gets no suggestion. See :func:`nearest` for ``alike``.
+    A folder that all names share is ignored, and a ``name`` longer than all known names gets no
+    suggestion. See :func:`nearest` for ``alike``.
     """
     if len(str(name)) > MOST_NAME:
         name = f"{str(name)[:MOST_NAME]}…"
     names = sorted(known)
-    folders = {one.rpartition("/")[0] for one in names}
+    folders = {option.rpartition("/")[0] for option in names}
     folder = f"{folders.pop()}/" if len(folders) == 1 and "" not in folders else ""
-    bare = [one.removeprefix(folder) for one in names]
+    bare = [option.removeprefix(folder) for option in names]
     near = nearest(str(name).removeprefix(folder), bare, alike)
     if near:
-        hint = f"did you mean {' or '.join(repr(folder + one) for one in near)}?"
+        hint = f"did you mean {' or '.join(repr(folder + option) for option in near)}?"
     else:
         hint = f"choose from: {', '.join(names) or '(there are none)'}"
     return ValueError(f"unknown {kind} {name!r}; {hint}")
@@ -60,7 +61,7 @@ def named(place: str) -> Any:
 
 
 class Registry:
-    """Names of one kind of thing, each ``"module:attribute"``, imported on first use."""
+    """Objects of one ``kind`` by name, each as ``"module:attribute"``, imported at first use."""
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind
@@ -70,22 +71,22 @@ class Registry:
         return iter(self.entries)
 
     def get(self, name: str) -> Any:
-        """The thing called ``name``; raises ``ValueError`` with a suggestion."""
+        """The object called ``name``; raises ``ValueError`` with a suggestion."""
         if name not in self.entries:
             raise unknown(self.kind, name, self.entries)
         return named(self.entries[name])
 
 
 class Open(Mapping[str, T]):
-    """Our ``own`` entries of a ``kind`` by name, then third-party ones, which ``entry`` makes from
-    a name and the registered thing.
+    """Our ``shipped`` entries of a ``kind`` by name, then third-party entries, which ``entry``
+    makes from a name and the registered object.
 
-    A third-party entry never replaces one of ours.
+    A third-party entry never replaces ours.
     """
 
-    def __init__(self, kind: str, own: Mapping[str, T], entry: Callable[[str, Any], T]) -> None:
+    def __init__(self, kind: str, shipped: Mapping[str, T], entry: Callable[[str, Any], T]) -> None:
         self.kind = kind
-        self.own = own
+        self.own = shipped
         self.entry = entry
 
     def __getitem__(self, name: str) -> T:
@@ -102,12 +103,12 @@ class Open(Mapping[str, T]):
 
 
 def names_of_others(kind: str) -> list[str]:
-    """The names of a ``kind`` of thing that were registered or come with installed packages."""
+    """Third-party names of a ``kind``: registered, or from installed packages."""
     return list({**REGISTERED[kind], **_entry_points(kind)})
 
 
 def registered(kind: str, name: str) -> Any:
-    """The third-party thing of a ``kind`` called ``name``, registered or from an installed package.
+    """The third-party object of a ``kind`` called ``name``, registered or from a package.
 
     Raises ``KeyError`` if there is none, and ``ValueError`` if it cannot be imported.
     """
@@ -148,11 +149,16 @@ def whole(thing: Any) -> Any:
 
 
 def maker_of(thing: object) -> str:
-    """Who wrote ``thing``, a class, a function or an object: its top module; "" for ours."""
+    """The top module of ``thing`` (a class, function or object), its maker; "" for ours."""
     thing = whole(thing)
     kind = thing if hasattr(thing, "__module__") and hasattr(thing, "__name__") else type(thing)
     module = str(getattr(kind, "__module__", "")).partition(".")[0]
     return "" if module == __name__.partition(".")[0] else module
+
+
+def summary(thing: object) -> str:
+    """The first paragraph of the docstring of ``thing``, on one line; "" where there is none."""
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
 
 
 def name_of(thing: object) -> str:
@@ -160,8 +166,8 @@ def name_of(thing: object) -> str:
     if isinstance(thing, str):
         return thing
     thing = whole(thing)
-    own = getattr(thing, "name", None)
-    return own if isinstance(own, str) else getattr(thing, "__name__", type(thing).__name__)
+    name = getattr(thing, "name", None)
+    return name if isinstance(name, str) else getattr(thing, "__name__", type(thing).__name__)
 
 
 def parse_spec(text: str) -> tuple[str, list[Any], dict[str, Any]]:
@@ -169,19 +175,19 @@ def parse_spec(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
     Raises ``ValueError`` for anything else.
     """
-    name, bracket, rest = text.strip().partition("(")
+    name, bracket, arguments = text.strip().partition("(")
     if not bracket:
         return name.strip(), [], {}
-    if not rest.endswith(")"):
+    if not arguments.endswith(")"):
         raise ValueError(f"a choice must read NAME or NAME(KEY=VALUE, …), got {text!r}")
     values: list[Any] = []
     options: dict[str, Any] = {}
-    for part in filter(None, (p.strip() for p in rest[:-1].split(","))):
-        key, equals, value = part.rpartition("=")
+    for argument in filter(None, (p.strip() for p in arguments[:-1].split(","))):
+        key, equals, value = argument.rpartition("=")
         if equals:
             options[key.strip().replace("-", "_")] = _value(value.strip())
         else:
-            values.append(_value(part))
+            values.append(_value(argument))
     return name.strip(), values, options
 
 

@@ -67,12 +67,12 @@ def run_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress)
 
 def code() -> dict[str, str]:
     """Versions of the software that results depend on, with a digest of our own source."""
-    own = hashlib.sha256()
+    digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     files = (Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names)
     for file in sorted(file for file in files if file.suffix == ".py"):
-        own.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
-    return {**versions(), "source": own.hexdigest()[:12]}
+        digest.update(f"{file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return {**versions(), "source": digest.hexdigest()[:12]}
 
 
 class Actor:
@@ -87,13 +87,16 @@ class Actor:
         torch.set_num_threads(min(threads, os.cpu_count() or 1))  # Ray sets it to one
 
     def join(self, folder: str, wanted: dict[str, str]) -> None:
-        """Raises :class:`OtherPlace` where the code here is not the ``wanted`` one."""
+        """Work in the driver's ``folder``, if it is here, too.
+
+        Raises :class:`OtherPlace` if the code here is not the driver's, ``wanted``.
+        """
         if os.path.isdir(folder):
             os.chdir(folder)
         if (here := code()) != wanted:
-            own = ", ".join(f"{k} {v}" for k, v in here.items() if wanted.get(k) != v)
-            drivers = ", ".join(f"{k} {v}" for k, v in wanted.items() if here.get(k) != v)
-            raise OtherPlace(f"it has {own}, and the driver {drivers}")
+            differs_here = ", ".join(f"{k} {v}" for k, v in here.items() if wanted.get(k) != v)
+            differs_there = ", ".join(f"{k} {v}" for k, v in wanted.items() if here.get(k) != v)
+            raise OtherPlace(f"it has {differs_here}, and the driver {differs_there}")
 
     def make(self, items: list[Item]) -> Made:
         """The outcome of ``items``."""
@@ -154,8 +157,8 @@ class Cluster:
             time.sleep(LOOK)
             return []
         ready = ray.wait(list(self.calls), timeout=LOOK)[0]
-        found = [self._take(call) for call in ready]
-        return [(member, made) for member, made in found if member.items]
+        outcomes = [self._take(call) for call in ready]
+        return [(member, made) for member, made in outcomes if member.items]
 
     def _say(self, text: str) -> None:
         """Print ``text`` once."""
@@ -173,12 +176,12 @@ class Cluster:
         if time.monotonic() - self.looked < LOOK:
             return
         self.looked = time.monotonic()
-        found = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         device, asked = self.job.limits.device, self.job.limits.actors
-        total = sum(int(node["Resources"].get("GPU", 0)) for node in found.values())
+        total = sum(int(node["Resources"].get("GPU", 0)) for node in alive.values())
         on_gpus = device != "cpu" and (device.startswith("cuda") or total > 0)
         self.shares = max(1, -(-asked // max(total, 1))) if on_gpus else 0
-        self.nodes = {i: self.nodes.get(i) or self._node(node) for i, node in found.items()}
+        self.nodes = {i: self.nodes.get(i) or self._node(node) for i, node in alive.items()}
         usable = self._usable()
         fit = sum(node.slots for node in usable)
         if usable and asked > fit:
@@ -244,24 +247,24 @@ class Cluster:
     def _take(self, call: Any) -> tuple[Member, Made]:
         """The member of a finished ``call`` and the outcome of its items."""
         member = self.calls.pop(call)
-        made = Made()
+        outcome = Made()
         try:
-            found = ray.get(call)
+            result = ray.get(call)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause or error
             ray.kill(member.actor)
             if member.items and not isinstance(cause, OtherPlace):
                 raise cause from None  # the error does not concern the items
             self._leave_out(member.node, _sentence(cause))
-            made.again = member.items
+            outcome.again = member.items
         except ray.exceptions.RayError as error:  # dead, out of memory, its node lost
-            made = self._died(member, error)
+            outcome = self._died(member, error)
         else:
             self.idle.append(member)
             if member.items:
-                made = found
+                outcome = result
                 member.node.deaths = 0
-        return member, made
+        return member, outcome
 
     def _died(self, member: Member, error: BaseException) -> Made:
         """The outcome of a dead actor's items: those it had made, and faults for the rest."""
@@ -269,7 +272,7 @@ class Cluster:
         ray.kill(member.actor)
         known = Ledger(self.job.journals, member.name)
         left = [item for item in items if item.id not in known]
-        made = Made([item.id for item in items if item.id in known])
+        outcome = Made([item.id for item in items if item.id in known])
         others = sum(each.node is node for each in self.members)
         if isinstance(error, ray.exceptions.OutOfMemoryError) and others:
             node.slots = others
@@ -278,10 +281,10 @@ class Cluster:
                 "memory ran out on %s: %d workers are there now, and at most %d items at a time",
                 *(node, others, self.most),
             )
-            made.again = left
-            return made
+            outcome.again = left
+            return outcome
         reason = f"its worker died: {_sentence(error)}"
-        made.faults = [Fault(left, reason)] if left else []
+        outcome.faults = [Fault(left, reason)] if left else []
         if not member.suspect:
             node.deaths += 1
             alone = self._usable() == [node]
@@ -289,7 +292,7 @@ class Cluster:
                 self._leave_out(
                     node, f"{node.deaths} workers died there one after the other, {reason}"
                 )
-        return made
+        return outcome
 
 
 def _sentence(error: BaseException) -> str:

@@ -104,5 +104,5 @@ def _rank() -> tuple[int, int]:
 
 def _own_device(device: str) -> str:
     """The device of this process: its own GPU or the CPU, or where asked."""
-    own = torch.cuda.is_available() and device in ("auto", "cuda")
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if own else device
+    on_gpu = torch.cuda.is_available() and device in ("auto", "cuda")
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else device

@@ -112,22 +112,22 @@ def archive(folder: Path, items: Sequence[Item], known: Ledger, shard: int) -> N
     for first in range(0, len(items), shard):
         some = [i.id for i in items[first : first + shard] if known.is_done(i.id)]
         files = [file for name in some for file in files_of(known[name])]
-        wanted = {Path(file["file"]).name: folder / file["file"] for file in files}
-        loose = there & wanted.keys()
+        by_name = {Path(file["file"]).name: folder / file["file"] for file in files}
+        loose = there & by_name.keys()
         if not loose:
             continue
         target = folder / ARCHIVES / _archive_name(first, shard)
         packed = dict(members(target)) if target.exists() else {}
-        missing = [name for name in wanted if name not in loose and name not in packed]
+        missing = [name for name in by_name if name not in loose and name not in packed]
         if missing:  # lost, or being made again by another process
             text = "%s lacks %s: the shard is left open; see --verify, --repair"
             log.warning(text, target, missing[0])
             continue
         with whole(target, durable=True) as stream:
-            _write_archive(stream, {n: wanted[n] if n in loose else packed[n] for n in wanted})
+            _write_archive(stream, {n: by_name[n] if n in loose else packed[n] for n in by_name})
         sync_folder(target.parent)
         for name in loose:
-            wanted[name].unlink()
+            by_name[name].unlink()
 
 
 def members(file: Path) -> Iterator[tuple[str, bytes]]:

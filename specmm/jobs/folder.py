@@ -113,11 +113,11 @@ def deciding(folder: Path) -> Iterator[dict[str, Any]]:
     its end, so that the first of several processes decides.
     """
     with alone(folder):
-        found = decided(folder)
-        before = json.dumps(found)
-        yield found
-        if json.dumps(found) != before:
-            text = json.dumps(found, indent=1, ensure_ascii=False) + "\n"
+        settings = decided(folder)
+        before = json.dumps(settings)
+        yield settings
+        if json.dumps(settings) != before:
+            text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
             write_whole(folder / JOB, text.encode(), durable=True)
             sync_folder(folder)
 
@@ -132,31 +132,33 @@ def prepare(
     """
     for name in (JOURNALS, RESULTS, *([ARCHIVES] if spec.layout == "tar" else [])):
         make_folder(folder / name)
-    wanted = {**json.loads(json.dumps(asdict(spec))), FILES: dict(files or {})}
-    with deciding(folder) as found:
+    asked = {**json.loads(json.dumps(asdict(spec))), FILES: dict(files or {})}
+    with deciding(folder) as settings:
         if not any(True for _ in read_journals(folder / JOURNALS)):
-            if any(found.get(name) != value for name, value in wanted.items()):
-                found.clear()  # another job, which made nothing
-            found.update(wanted)
-        check_files(folder, found.get(FILES, {}), wanted.pop(FILES))
+            if any(settings.get(name) != value for name, value in asked.items()):
+                settings.clear()  # another job, which made nothing
+            settings.update(asked)
+        check_files(folder, settings.get(FILES, {}), asked.pop(FILES))
         changed = [
-            f"{k} {found.get(k)!r} and not {v!r}" for k, v in wanted.items() if found.get(k) != v
+            f"{k} {settings.get(k)!r} and not {v!r}"
+            for k, v in asked.items()
+            if settings.get(k) != v
         ]
         if changed:
             raise ValueError(
                 f"{folder} holds a job with {', '.join(changed)}; "
                 "give the same options or another --out"
             )
-        found[ITEMS] = items
+        settings[ITEMS] = items
 
 
 def read_spec(folder: Path) -> Spec:
     """The spec of the job in ``folder``; raises ``ValueError`` when there is none."""
-    found = decided(folder)
-    if not found:
+    settings = decided(folder)
+    if not settings:
         raise ValueError(f"{folder} must be the output of specmm batch, got a folder without {JOB}")
-    given = {each.name: found[each.name] for each in fields(Spec) if each.name in found}
-    return Spec(**{**given, "options": tuple(given.get("options", ()))})
+    known = {each.name: settings[each.name] for each in fields(Spec) if each.name in settings}
+    return Spec(**{**known, "options": tuple(known.get("options", ()))})
 
 
 @contextmanager
@@ -167,8 +169,8 @@ def occupied(journals: Path, rank: str = "") -> Iterator[None]:
     Raises ``ValueError`` when another one works there.
     """
     mode, rivals = (SHARED, "lock.lease") if rank else (ALONE, "*.lease")
-    own = held(journals / f"{rank}.lock", ALONE | NOW) if rank else nullcontext()
-    with held(journals / "lock", mode | NOW, rivals), own:
+    own_lock = held(journals / f"{rank}.lock", ALONE | NOW) if rank else nullcontext()
+    with held(journals / "lock", mode | NOW, rivals), own_lock:
         yield
 
 
@@ -178,6 +180,6 @@ def remove_parts(folder: Path) -> None:
     Object storage has none.
     """
     if isinstance(folder, Path):
-        own = [(folder / name).rglob("*.part") for name in (JOURNALS, RESULTS, ARCHIVES)]
-        for part in chain(folder.glob("*.part"), *own):
+        below = [(folder / name).rglob("*.part") for name in (JOURNALS, RESULTS, ARCHIVES)]
+        for part in chain(folder.glob("*.part"), *below):
             part.unlink()

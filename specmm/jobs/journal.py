@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from specmm.image_ar.records import Record
 from specmm.jobs.items import Item
@@ -76,8 +76,21 @@ def read_journals(folder: Path, name: str = "") -> Iterator[tuple[str, bytes]]:
             yield from ((journal, text) for text in map(unpack, stream) if text is not None)
 
 
-def _rows(folder: Path, name: str) -> Iterator[tuple[Any, ...]]:
-    """The rows of a ledger's table."""
+class Outcome(NamedTuple):
+    """A record's head: whether the item with this ``id`` is ``done`` or set aside, ``at`` what
+    time, and the digest of its ``item``; and the whole ``record`` as JSON, with its journal's name.
+    """
+
+    id: str
+    done: bool
+    at: float
+    item: str
+    journal: str
+    record: bytes
+
+
+def outcomes(folder: Path, name: str = "") -> Iterator[Outcome]:
+    """The records of :func:`read_journals`, of which the heads alone are read."""
     for journal, text in read_journals(folder, name):
         if head := HEAD.match(text):
             identity, state, at, digest = map(bytes.decode, head.groups())
@@ -85,7 +98,7 @@ def _rows(folder: Path, name: str) -> Iterator[tuple[Any, ...]]:
             record = json.loads(text)
             names = "id", "state", "at", "item"
             identity, state, at, digest = (record.get(name, "") for name in names)
-        yield identity, state == "done", float(at or 0), digest, journal, text
+        yield Outcome(identity, state == "done", float(at or 0), digest, journal, text)
 
 
 class Ledger(Mapping[str, Record]):
@@ -100,14 +113,14 @@ class Ledger(Mapping[str, Record]):
         self._base = sqlite3.connect("")
         self._base.execute("pragma journal_mode = off")
         self._base.execute(
-            "create table items (id text primary key, done, at, digest, journal, record)"
+            "create table items (id text primary key, done, at, item, journal, record)"
         )
         self._base.executemany(
             "insert into items values (?, ?, ?, ?, ?, ?) on conflict (id) do update set done = "
-            "excluded.done, at = excluded.at, digest = excluded.digest, "
+            "excluded.done, at = excluded.at, item = excluded.item, "
             "journal = excluded.journal, record = excluded.record "
             "where (excluded.done, excluded.at) > (items.done, items.at)",
-            _rows(journals, name),
+            outcomes(journals, name),
         )
 
     def __getitem__(self, identity: str) -> Record:
@@ -124,15 +137,10 @@ class Ledger(Mapping[str, Record]):
         count: int = self._base.execute("select count(*) from items").fetchone()[0]
         return count
 
-    def found(self, identity: str) -> tuple[bool, str]:
-        """Whether the item is done, and its digest then or when it was set aside, "" if neither."""
-        asked = "select done, digest from items where id = ?"
-        done, digest = self._base.execute(asked, (identity,)).fetchone() or (False, "")
-        return bool(done), digest
-
     def is_done(self, identity: str) -> bool:
         """Whether the item is done: neither set aside nor left."""
-        return self.found(identity)[0]
+        asked = "select done from items where id = ?"
+        return self._base.execute(asked, (identity,)).fetchone() == (1,)
 
     def count_done(self) -> int:
         """How many items are done."""

@@ -51,17 +51,17 @@ def held(file: Path, mode: int, rivals: str = "") -> Iterator[None]:
         finally:
             os.close(handle)
     name = f"shared-{uuid.uuid4().hex}" if mode & SHARED else file.name
-    own = file.with_name(f"{name}.lease")
-    head = _take(own, rivals or own.name, wait=not mode & NOW)
+    lease = file.with_name(f"{name}.lease")
+    head = _take(lease, rivals or lease.name, wait=not mode & NOW)
     ended = threading.Event()
-    thread = threading.Thread(target=_renew, args=(own, head, ended), daemon=True)
+    thread = threading.Thread(target=_renew, args=(lease, head, ended), daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-        _release(own, head)
+        _release(lease, head)
 
 
 def _occupied(journals: Path, who: str, more: str = "") -> ValueError:

@@ -69,18 +69,18 @@ class Maker:
 
         Raises ``ValueError`` when results cannot be written; all that was done is kept.
         """
-        made = Made()
+        outcome = Made()
         groups: dict[Hashable, list[Item]] = {}
         for item in items:
             try:
                 self.worker.check(item)
             except ValueError as error:
-                made.faults.append(Fault([item], sentence_of(error), certain=True))
+                outcome.faults.append(Fault([item], sentence_of(error), certain=True))
             else:
                 groups.setdefault(self.worker.key(item), []).append(item)
         for group in groups.values():
-            self._make(group, made)
-        return made
+            self._make(group, outcome)
+        return outcome
 
     def _make(self, batch: list[Item], made: Made) -> None:
         rows = min(self.sizer.size, len(batch))

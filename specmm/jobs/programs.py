@@ -60,8 +60,8 @@ def one_number_of_threads(folder: Path, network: nn.Module | None) -> Iterator[N
 
 def place_of_job(folder: Path) -> dict[str, Any]:
     """Threads, dtype, device and versions of the job in ``folder``, as far as it began."""
-    found = decided(folder)
-    return {THREADS: found.get(THREADS), **found.get(PLACE, {})}
+    settings = decided(folder)
+    return {THREADS: settings.get(THREADS), **settings.get(PLACE, {})}
 
 
 class Programs:

@@ -15,8 +15,8 @@ EVERY = 60  # seconds between two states of the bar in a log
 
 
 class Progress:
-    """The outcome of one process: ids it finished (``done``) and set aside (``failed``), whether
-    Ctrl-C ended it, and the ``seconds`` since its start.
+    """The outcome of one process: how many items it finished (``done``), the ids of those set aside
+    (``failed``), whether Ctrl-C ended it, and the ``seconds`` since its start.
 
     Its bar is over ``total`` items of which ``before`` were done earlier. In a log it appears once
     a minute, and not for shorter jobs.
@@ -35,23 +35,23 @@ class Progress:
             delay=0 if watched else EVERY,
         )
         self.metrics = metrics
-        self.done: list[str] = []
+        self.done = 0
         self.failed: list[str] = []
         self.interrupted = False
         self.seconds = 0.0
         self.began = time.perf_counter()
 
-    def observe(
-        self, done: Sequence[str], failed: Sequence[str], seconds: float, slow: str = ""
-    ) -> None:
-        """Count items ``done`` in ``seconds`` and ``failed`` ones; ``slow`` names slow machines."""
+    def observe(self, done: int, failed: Sequence[str], seconds: float, slow: str = "") -> None:
+        """Count items ``done`` in ``seconds`` and add the ids of ``failed`` ones; ``slow`` names
+        slow machines.
+        """
         self.done += done
         self.failed += failed
-        self.bar.update(len(done) + len(failed))
+        self.bar.update(done + len(failed))
         more = {"slow": slow} if slow else {}
-        self.bar.set_postfix(batch=len(done), failed=len(self.failed), **more, refresh=False)
+        self.bar.set_postfix(batch=done, failed=len(self.failed), **more, refresh=False)
         if self.metrics is not None:
-            self.metrics.observe(len(done), len(failed), seconds)
+            self.metrics.observe(done, len(failed), seconds)
 
     def __enter__(self) -> Self:
         return self

@@ -88,8 +88,8 @@ def _about(result: Result) -> dict[str, Any]:
     item, facts = result.item, result.facts
     # without the total variation, which is measured on the whole batch
     claim = {k: v for k, v in facts["certificate"].items() if k != "tv"}
-    own = {"id": item.id, item.kind: item.text, "seed": item.seed, "method": facts["method"]}
-    return own | {"certificate": claim} | result.record
+    about = {"id": item.id, item.kind: item.text, "seed": item.seed, "method": facts["method"]}
+    return about | {"certificate": claim} | result.record
 
 
 def save(folder: Path, results: Iterable[Result], kind: str) -> list[Record]:
@@ -112,7 +112,7 @@ def _save(folder: Path, result: Result, kind: str) -> Record:
         _write(folder, place_of(item, suffix), data)
         for suffix, data in encode(result, kind).items()
     ]
-    made = {
+    record = {
         "id": item.id,
         "state": "done",
         "at": time.time(),
@@ -126,7 +126,7 @@ def _save(folder: Path, result: Result, kind: str) -> Record:
         answer["pictures"] = others
         _remove_from(folder, item, len(others) + 1, kind)
     rest = {k: v for k, v in result.record.items() if k in ("compiled", "inputs")}
-    return {**made, **answer, **result.facts, **rest, **maker_in(result.record)}
+    return {**record, **answer, **result.facts, **rest, **maker_in(result.record)}
 
 
 def _write(folder: Path, place: str, data: bytes) -> Record:

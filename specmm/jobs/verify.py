@@ -65,27 +65,27 @@ class Findings:
 def verify(folder: Path, items: Sequence[Item]) -> Findings:
     """Read every result in ``folder`` and compare it with the journal and the job's ``items``."""
     known = Ledger(folder / JOURNALS)
-    found = Findings(len(items))
-    sums = _sums(folder, found.problems)
+    findings = Findings(len(items))
+    sums = _sums(folder, findings.problems)
     for item in items:
         if not known.is_done(item.id):
-            found.failed += item.id in known
-            found.left += item.id not in known
+            findings.failed += item.id in known
+            findings.left += item.id not in known
             continue
-        found.done += 1
+        findings.done += 1
         record = known[item.id]
         problem = _problem(record, sums)
         if not problem and record["item"] != item.digest:
             problem = "was made from other fields than the job file has now"
         problem = problem or _exchanged(item, record)
-        found.problems += [f"{item.id}: {problem}"] if problem else []
+        findings.problems += [f"{item.id}: {problem}"] if problem else []
     there = {item.id for item in items}
-    found.problems += [f"{name}: is not in the job file" for name in known if name not in there]
+    findings.problems += [f"{name}: is not in the job file" for name in known if name not in there]
     for name in sums:
         part = name.endswith(".part")
         what = "was never finished; the next run removes it" if part else "belongs to no item"
-        found.problems.append(f"{name}: {what}")
-    return found
+        findings.problems.append(f"{name}: {what}")
+    return findings
 
 
 def check_whole(source: Path) -> None:
@@ -112,14 +112,14 @@ def to_repair(folder: Path, items: Sequence[Item]) -> dict[str, Record]:
     """
     _unpack_torn(folder)
     damaged = {record["id"]: record for record, _ in _damaged(folder)}
-    found = {item.id: damaged[item.id] for item in items if item.id in damaged}
+    to_make = {item.id: damaged[item.id] for item in items if item.id in damaged}
     for item in items:
-        if item.id in found and (problem := _exchanged(item, found[item.id])):
+        if item.id in to_make and (problem := _exchanged(item, to_make[item.id])):
             raise ValueError(
                 f"item {item.id!r} cannot be made again: {problem}; put the file back, or give "
                 "the item a new id"
             )
-    return found
+    return to_make
 
 
 def outcome_of_repair(folder: Path, before: Mapping[str, Record]) -> dict[str, int]:

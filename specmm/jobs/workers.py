@@ -22,9 +22,10 @@ from specmm.jobs.items import Item
 from specmm.jobs.programs import Programs, padded
 from specmm.jobs.results import Result
 from specmm.methods import label
+from specmm.methods.making import parse_method
 from specmm.programs.batch_invariant import batch_invariant
 from specmm.programs.compiled import UNCOMPILED
-from specmm.runs.run import Kind, Place, check_sampling, draws, methods_of, open_model, parse_method
+from specmm.runs.run import Kind, Place, check_sampling, draws, methods_of, open_model
 
 TURNS = 4  # batches' worth of items that a killed job may have to make again
 

@@ -2,7 +2,7 @@
 
 ``read_checkpoint`` opens safetensors and PyTorch files (tensors only: a pickle that wants to run
 code is refused). ``load_strict`` checks every name, shape and value before it copies the first one;
-a module made without weights (:mod:`specmm.loading.mapped`) is filled in the dtype that is wanted.
+a module made without weights (:mod:`specmm.loading.mapped`) is filled in the wanted dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SIGNS = 2048  # weights read of each tensor of a fingerprint
 
 
 class FileError(ValueError):
-    """An error about ``file``, with the sentence ``said``."""
+    """An error about ``file``; the sentence ``said`` follows its name."""
 
     def __init__(self, file: str | Path, said: str) -> None:
         super().__init__(file, said)  # as given, so that it is whole in another process, too
@@ -52,9 +52,9 @@ def read_checkpoint(path: str | Path, nesting: Sequence[str] = NESTING) -> State
     """The tensors of a checkpoint by name, on the CPU, in the file's dtypes, mapped from the file.
 
     ``path`` is a ``.safetensors`` or PyTorch file, or a folder that holds one. A PyTorch file may
-    nest its tensors under names of ``nesting``, the first that is there. Raises
-    ``FileNotFoundError``, and ``ValueError`` for a file that is damaged, holds no tensors, or would
-    have to run code to be read.
+    nest its tensors under the first existing name of ``nesting``. Raises ``FileNotFoundError``, and
+    ``ValueError`` for a file that is damaged, holds no tensors, or can be read only by running
+    code.
     """
     file = weights_file(path)
     if file.suffix == ".safetensors":
@@ -85,15 +85,15 @@ def stored_dtype(files: Iterable[Path]) -> torch.dtype | None:
     """The dtype of all weights in safetensors ``files``, from their headers; None if there are
     none, they differ, or a header cannot be read.
     """
-    found = set()
+    dtypes = set()
     for file in files:
         try:
             with safe_open(file, "pt") as weights:
                 names = weights.keys()
-                found |= {weights.get_slice(name).get_dtype() for name in names}
+                dtypes |= {weights.get_slice(name).get_dtype() for name in names}
         except (OSError, SafetensorError):  # whoever reads it says what is wrong
             return None
-    return STORED.get(found.pop()) if len(found) == 1 else None
+    return STORED.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def _read_safetensors(file: Path) -> State:
@@ -106,6 +106,7 @@ def _read_safetensors(file: Path) -> State:
 
 
 def _read_pickle(file: Path) -> object:
+    """The content of a PyTorch ``file``, of which only tensors and options are loaded."""
     file.open("rb").close()
     try:
         # LlamaGen's training saves its options beside the tensors
@@ -118,15 +119,13 @@ def _read_pickle(file: Path) -> object:
 
 
 def no_tensors(source: str | Path, error: Exception) -> FileError | None:
-    """The error for a ``source`` that torch refused because its pickle asks for code; None for
-    other errors.
-    """
-    wanted = re.search(r"GLOBAL (\S+)", str(error))
-    if wanted is None or not isinstance(error, pickle.UnpicklingError):
+    """The error for a ``source`` whose pickle asks torch to run code; None for other errors."""
+    name = re.search(r"GLOBAL (\S+)", str(error))
+    if name is None or not isinstance(error, pickle.UnpicklingError):
         return None
     return FileError(
         source,
-        f"must hold tensors only, got a pickle that asks for {wanted[1]}, convert it to "
+        f"must hold tensors only, got a pickle that asks for {name[1]}, convert it to "
         "safetensors if you trust it",
     )
 
@@ -141,7 +140,7 @@ def _damaged(file: Path) -> FileError:
 
 
 def _unnest(tree: object, file: Path, nesting: Sequence[str]) -> State:
-    """Descend into the first of ``nesting`` that is a dictionary, again and again."""
+    """Descend repeatedly into the first of ``nesting`` that is a dictionary."""
     while isinstance(tree, Mapping):
         inner = next((tree[name] for name in nesting if isinstance(tree.get(name), Mapping)), None)
         if inner is None:
@@ -161,33 +160,33 @@ def _kind(tree: object) -> str:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in ``file``; raises ``ValueError`` naming the file when it is no JSON object."""
+    """The JSON object in ``file``; raises ``ValueError`` naming the file if it holds none."""
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} must be JSON, got: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold an object, got a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold an object, got a {type(content).__name__}")
+    return content
 
 
 def embeddings_of(model: Any) -> Tensor:
     """The input embeddings [V, C] of a ``model`` of transformers."""
-    found: Tensor = model.get_input_embeddings().weight
-    return found
+    weight: Tensor = model.get_input_embeddings().weight
+    return weight
 
 
 def fingerprint(*weights: Tensor) -> str:
     """Twelve hexadecimal digits that tell models apart by some of their weights.
 
     Hashes shapes and the signs of at most SIGNS evenly spaced entries, so that a copy in another
-    dtype has the same.
+    dtype has the same fingerprint.
     """
     return hashlib.sha256(b"".join(_signs(w) for w in weights)).hexdigest()[:12]
 
 
 def check_fingerprint(found: str | None, wanted: str, source: object) -> None:
-    """Raise ``ValueError`` unless ``found``, the target of ``source``'s drafter, is ``wanted``."""
+    """Raise ``ValueError`` unless ``found``, the fingerprint in ``source``, is ``wanted``."""
     if found != wanted:
         raise ValueError(
             f"drafter must be of this target ({wanted}), got one of {found} in {source}; "
@@ -208,30 +207,30 @@ def load_strict(
     source: str | Path = "checkpoint",
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names what is wrong.
+    """Copy ``state`` into ``module``, or raise one ``ValueError`` that names all problems.
 
-    Wrong are missing, unexpected and differently shaped tensors, whole numbers where weights have
-    fractions, and NaN or infinite weights; then nothing is copied. Names that the module lacks are
+    Problems are missing, unexpected and misshapen tensors, integers instead of floating-point
+    weights, and NaN or infinite weights; then nothing is copied. Names that the module lacks are
     skipped if one of their dotted components is in ``ignore``. A module made without weights gets
     its parameters in ``dtype``.
     """
-    wanted = module.state_dict()
-    state = {k: v for k, v in state.items() if k in wanted or not set(k.split(".")) & set(ignore)}
+    named = module.state_dict()
+    state = {k: v for k, v in state.items() if k in named or not set(k.split(".")) & set(ignore)}
     shapes = [
         f"{k} {list(state[k].shape)} for {list(v.shape)}"
-        for k, v in wanted.items()
+        for k, v in named.items()
         if k in state and state[k].shape != v.shape
     ]
-    whole = [
+    expected = [
         f"{k} {state[k].dtype}"
-        for k, v in wanted.items()
+        for k, v in named.items()
         if k in state and v.is_floating_point() and not state[k].is_floating_point()
     ]
     problems = {
-        "missing": [k for k in wanted if k not in state],
-        "unexpected": [k for k in state if k not in wanted],
+        "missing": [k for k in named if k not in state],
+        "unexpected": [k for k in state if k not in named],
         "wrong-shaped": shapes,
-        "of whole numbers": whole,
+        "of whole numbers": expected,
     }
     check_names(problems, type(module).__name__, source)
     check_weights(state, source)
@@ -249,11 +248,11 @@ def check_names(
 ) -> None:
     """Raise one ``ValueError`` for all names in ``problems``, grouped by problem, if any."""
     if any(problems.values()):
-        found = "; ".join(
+        differences = "; ".join(
             f"{len(names)} {what}: {some_names(names)}" for what, names in problems.items() if names
         )
         raise FileError(
-            source, f"must hold exactly the weights of the {kind}, got {found}; {advice}"
+            source, f"must hold exactly the weights of the {kind}, got {differences}; {advice}"
         )
 
 
@@ -267,21 +266,19 @@ def check_weights(state: Mapping[str, Tensor], source: str | Path = "checkpoint"
 
 
 def _finite(x: Tensor) -> bool:
-    found = bool(torch.stack(x.aminmax()).isfinite().all())
+    finite = bool(torch.stack(x.aminmax()).isfinite().all())
     mapped.give_back(x)
-    return found
+    return finite
 
 
 def some_names(names: Collection[str]) -> str:
     """The first of ``names``, and how many more there are."""
-    more = len(names) - SHOWN
-    return ", ".join(list(names)[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    others = len(names) - SHOWN
+    return ", ".join(list(names)[:SHOWN]) + (f" and {others} more" if others > 0 else "")
 
 
 def save_readable(tensors: dict[str, Tensor], file: str | Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors ``file`` with a new file's usual permissions; its library would let only
-    the writer read it.
-    """
+    """Write a safetensors ``file`` with usual permissions, which the library would restrict."""
     file = Path(file)
     before = file.with_name(f"{file.name}.mode")
     before.touch()
@@ -296,14 +293,14 @@ def write_checkpoint(
     folder: str | Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write ``state`` as ``model.safetensors``, fractions in ``dtype`` if one is given, and
+    """Write ``state`` as ``model.safetensors``, floating-point tensors in ``dtype`` if given, and
     ``facts`` as ``config.json``.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {}
+    tensors = {}
     for name, tensor in state.items():
-        wanted = dtype if dtype and tensor.is_floating_point() else tensor.dtype
-        kept[name] = tensor.detach().to("cpu", wanted).contiguous()
-    save_readable(kept, folder / "model.safetensors", {"format": "pt"})
+        file_dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        tensors[name] = tensor.detach().to("cpu", file_dtype).contiguous()
+    save_readable(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")

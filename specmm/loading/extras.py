@@ -1,5 +1,5 @@
-"""The command that installs the packages of an extra in ``pyproject.toml``, wherever this package
-itself came from.
+"""The command that installs the packages of an extra of ``pyproject.toml``, however this package
+was installed.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, requires
 def install(extra: str) -> str:
     """``pip install`` and the packages of ``extra``."""
     try:
-        found = [line.partition(";") for line in requires("specmm") or ()]
+        requirements = [line.partition(";") for line in requires("specmm") or ()]
     except PackageNotFoundError:  # a checkout that nothing installed
         return f"pip install -e '.[{extra}]'"
-    packages = [name.strip() for name, _, when in found if f'extra == "{extra}"' in when]
+    packages = [name.strip() for name, _, when in requirements if f'extra == "{extra}"' in when]
     return shlex.join(["pip", "install", *packages])
 
 

@@ -1,4 +1,4 @@
-"""Writes files whole or not at all, finds files in folders, reads lines, and words errors.
+"""Writes files completely or not at all, finds files, reads lines, and formats errors.
 
 The command line imports this module before anything else, so it needs nothing but Python.
 """
@@ -25,8 +25,8 @@ STORAGE = ("aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "hu
 
 
 def place(name: str) -> Path:
-    """The file or folder ``name``. At an address of object storage, ``s3://bucket/job``, it is a
-    ``UPath`` of universal_pathlib, which is no ``Path`` and has its interface.
+    """The file or folder ``name``. For an address of object storage, ``s3://bucket/job``, it is a
+    ``UPath`` of universal_pathlib, which is not a ``Path`` but has its interface.
 
     Raises ``ValueError`` for an unknown kind of address, and if the package that reads it is not
     installed.
@@ -38,8 +38,8 @@ def place(name: str) -> Path:
     try:
         from upath import UPath
 
-        found = UPath(name, use_listings_cache=False)  # other processes write there, too
-        if not found.fs.unstrip_protocol(found.path).partition("://")[2].strip("/"):
+        path = UPath(name, use_listings_cache=False)  # other processes write there, too
+        if not path.fs.unstrip_protocol(path.path).partition("://")[2].strip("/"):
             raise ValueError("no bucket")
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, run: {install('storage')}") from error
@@ -47,14 +47,12 @@ def place(name: str) -> Path:
         raise ValueError(
             f"{name} must be a path, or an address such as s3://bucket/job, got: {error}"
         ) from error
-    return found
+    return path
 
 
 @contextmanager
 def reached(folder: Path) -> Iterator[None]:
-    """Context in which errors of the libraries of object storage are ``OSError`` that name
-    ``folder``.
-    """
+    """Context that turns errors of object storage libraries into ``OSError`` naming ``folder``."""
     try:
         yield
     except Exception as error:
@@ -65,7 +63,7 @@ def reached(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(file: Path, durable: bool = False) -> Iterator[IO[bytes]]:
-    """Context with a stream; at its end ``file`` holds what was written, or nothing has changed.
+    """Context with a stream; at its end ``file`` holds all written data, or is unchanged.
 
     See :func:`write_whole`.
     """
@@ -89,9 +87,10 @@ def whole(file: Path, durable: bool = False) -> Iterator[IO[bytes]]:
 
 
 def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False) -> None:
-    """Write ``file`` whole, or raise ``OSError`` and leave nothing; ``data`` may come in pieces.
+    """Write ``file`` completely, or raise ``OSError`` and leave nothing; ``data`` may come in
+    pieces.
 
-    With ``durable`` its content is on the disk when this returns; its name, after ``sync_folder``.
+    With ``durable`` its content is on disk when this returns; its name is after ``sync_folder``.
     """
     if isinstance(data, bytes) and not isinstance(file, Path):
         with reached(file):
@@ -102,29 +101,29 @@ def write_whole(file: Path, data: bytes | Iterable[bytes], durable: bool = False
 
 
 def make_folder(folder: Path) -> None:
-    """Make ``folder`` unless it is there; object storage has none."""
+    """Make ``folder`` unless it exists; object storage has no folders."""
     if isinstance(folder, Path):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def hidden(name: str) -> bool:
-    """Whether the file ``name`` in a folder or archive was left there by notebooks or macOS."""
+    """Whether notebooks or macOS left the file ``name`` in a folder or archive."""
     parts = name.split("/")
     return "__MACOSX" in parts or any(p.startswith(".") and p not in (".", "..") for p in parts)
 
 
 def files_below(folder: str) -> Iterator[tuple[str, str]]:
-    """The files in ``folder`` and its folders, linked ones too, as paths in the order of their
-    names, each with a reason to leave it out, or "".
+    """The files in ``folder`` and its (also linked) subfolders, as paths ordered by name, each with
+    a reason to leave it out, or "".
     """
     length = len(os.path.join(folder, ""))
-    for place, reason in _walked(folder, []):
-        yield place, reason or ("hidden" if hidden(place[length:]) else "")
+    for path, reason in _walked(folder, []):
+        yield path, reason or ("hidden" if hidden(path[length:]) else "")
 
 
 def _walked(folder: str, above: list[tuple[int, int]]) -> Iterator[tuple[str, str]]:
-    """As ``files_below``; ``above`` are the folders that this one lies in, by device and number: a
-    link to one of them would never end.
+    """As ``files_below``; ``above`` are the parent folders, by device and number: following a link
+    to one of them would never end.
     """
     about = os.stat(folder)
     here = [*above, (about.st_dev, about.st_ino)]
@@ -172,7 +171,7 @@ def numbered_lines(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def json_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Values of lines that are not blank, each after its place; ``ValueError`` names a bad one."""
+    """Values of non-blank lines, each after its place; ``ValueError`` names a bad line."""
     return ((where, json_value(where, line)) for where, line in numbered_lines(file))
 
 
@@ -190,7 +189,7 @@ def json_value(where: str, line: str) -> Any:
 
 
 def writable(folder: Path, option: str = "--out") -> Path:
-    """``folder``, made; raises ``ValueError`` naming ``option`` if nothing can be written there."""
+    """``folder``, created; raises ``ValueError`` naming ``option`` if it cannot be written."""
     if isinstance(folder, Path) and ADDRESS.match(str(folder)):
         raise ValueError(
             f"{option} must be a folder of this machine, got the address {folder}; write to a "
@@ -210,9 +209,7 @@ def writable(folder: Path, option: str = "--out") -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the entries of ``folder`` (new names, renames) are on the disk, where its file
-    system can.
-    """
+    """Wait until the entries of ``folder`` (new names, renames) are on disk, where supported."""
     if not isinstance(folder, Path):
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -226,9 +223,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sentence_of(error: Exception) -> str:
-    """``error`` for people, on one line: the message of a user's mistake; other errors begin with
-    their type.
-    """
+    """``error`` as one line for users: a user's mistake by its message, others with their type."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.strerror}: {error.filename}" if error.filename else error.strerror

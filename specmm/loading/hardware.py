@@ -1,9 +1,9 @@
 """Chooses the fastest dtype and device of this machine, and prepacks weights for small products.
 
 A draft tree is scored in one forward of a few rows, for which PyTorch's products on a CPU are slow
-with weights in their loaded layout: MKL's of float32 reads them across, oneDNN's of bfloat16
-reorders them at every call. :func:`prepack` stores them the way these products read them. Values,
-shapes and names do not change.
+with weights in their loaded layout: MKL (float32) reads them across rows, and oneDNN (bfloat16)
+reorders them at every call. :func:`prepack` stores them in the layout that these products read.
+Values, shapes and names do not change.
 
 Shape letters: N outputs, K inputs of a linear layer.
 """
@@ -41,16 +41,16 @@ Network = TypeVar("Network", bound=nn.Module)
 def choose_dtype(
     parameters: int = 0, long: bool = False, device: torch.device | str = "cpu"
 ) -> torch.dtype:
-    """The dtype in which a step is fastest on ``device``, for a model of so many ``parameters``.
+    """The dtype in which a step is fastest on ``device``, for a model of ``parameters`` weights.
 
     ``long`` steps have hundreds of rows. GPUs without bfloat16 get float32: float16 must be chosen
     by name, since models trained in bfloat16 may overflow in it.
 
-    On a CPU bfloat16 pays once a step is bound by reading the weights; for smaller models its
-    kernels cost more a call than float32's (pocket/llamagen on two cores with AMX: 4.9 ms a step
-    against 2.9 ms). Long steps are bound by arithmetic, which only AMX speeds up: on a Xeon with
-    AMX disabled, bfloat16 products of 16 rows or more take 1.3 to 1.7 times as long as float32's
-    (1024 x 4096), and VAR-d16 takes 4.1 s a picture instead of 3.3.
+    On a CPU bfloat16 pays if a step is bound by reading the weights; for smaller models its kernels
+    cost more per call than float32's (pocket/llamagen on two cores with AMX: 4.9 ms a step against
+    2.9 ms). Long steps are bound by arithmetic, which only AMX speeds up: on a Xeon with AMX
+    disabled, bfloat16 products of 16 rows or more take 1.3 to 1.7 times as long as float32's (1024
+    x 4096), and VAR-d16 takes 4.1 s a picture instead of 3.3.
     """
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if gpu_has_bfloat16() else torch.float32
@@ -94,13 +94,13 @@ def named_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def choose_device() -> torch.device:
-    """The GPU where PyTorch sees one, else the CPU."""
+    """The GPU if PyTorch finds one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def named_device(name: str | torch.device | None) -> torch.device:
-    """The device called ``name``, for "auto" and None this machine's best; raises ``ValueError`` if
-    this machine has none, or no driver.
+    """The device called ``name``, or (for "auto" and None) this machine's best; raises
+    ``ValueError`` if this machine lacks it or its driver.
     """
     if name is None or name == "auto":
         return choose_device()
@@ -125,8 +125,8 @@ def check_holds_numbers(network: nn.Module, name: str) -> None:
 
 def check_multiplies(network: nn.Module, name: str) -> None:
     """Raise ``ValueError`` for layers of PyTorch's ``quantize_dynamic`` in a ``network`` of the
-    model ``name``: they scale their inputs by the largest of a forward, drafts included, so that
-    no run of it could be exact.
+    model ``name``: they scale their inputs by the largest one of a forward, drafts included, so no
+    run could be exact.
     """
     for path, module in network.named_modules():
         if callable(getattr(module, "weight", None)):
@@ -153,25 +153,26 @@ class Place:
     ) -> Place:
         """The place of these names; ``torch_dtype`` is another name of ``dtype``.
 
-        Raises ``ValueError`` for a device that is not on this machine, one beside a ``device_map``,
-        which says the same, and for an unknown dtype.
+        Raises ``ValueError`` for a device that this machine lacks, for a device together with a
+        ``device_map``, and for an unknown dtype.
         """
         if device_map is not None and device not in (None, "auto"):
             raise ValueError(
                 f"give device or device_map, not both, got {str(device)!r} and {device_map!r}"
             )
-        wanted: torch.dtype | str | None = either("dtype", dtype, "torch_dtype", torch_dtype)
-        return Place(named_device(device), named_dtype(wanted))
+        named: torch.dtype | str | None = either("dtype", dtype, "torch_dtype", torch_dtype)
+        return Place(named_device(device), named_dtype(named))
 
     @property
     def where(self) -> torch.device:
-        """The device itself."""
+        """The device, chosen if None."""
         return named_device(self.device)
 
 
 @torch.no_grad()
 def prepack(network: Network, long: bool = False) -> Network:
-    """``network`` with the weights of its linear layers on a CPU stored for products of a few rows.
+    """``network`` with the weights of its linear layers, if on a CPU, stored for products of a few
+    rows.
 
     float32: by column, so that a product with Wᵀ reads memory in order. This is 20-50% faster for 1
     to 18 rows while a weight fits into a core's cache; larger weights are left, since products of 2
@@ -202,10 +203,10 @@ def prepack(network: Network, long: bool = False) -> Network:
 
 
 def contiguous_state(network: nn.Module) -> dict[str, Tensor]:
-    """The weights of ``network`` to be saved: packed ones made contiguous, tied ones still tied."""
-    made: dict[int, Tensor] = {}
+    """The weights of ``network`` for saving: packed weights made contiguous, tied weights tied."""
+    copies: dict[int, Tensor] = {}
     return {
-        name: made.setdefault(weight.data_ptr(), weight.contiguous())
+        name: copies.setdefault(weight.data_ptr(), weight.contiguous())
         for name, weight in network.state_dict().items()
     }
 
@@ -227,11 +228,11 @@ class _CuDNN:
 
 @contextmanager
 def attention_of_any_length() -> Iterator[None]:
-    """PyTorch's attention without cuDNN's within the block, and in others that run meanwhile.
+    """Within the block, and in concurrent ones, PyTorch's attention does not use cuDNN's.
 
-    PyTorch prefers that on Hopper GPUs. It plans for each new length, which takes 40 ms of an H200
-    where a step of a model of 8 B parameters takes 9, and decoding has a new length every step; and
-    a mask that begins at an odd address is an error in it.
+    PyTorch prefers cuDNN's on Hopper GPUs. But that plans for each new length, 40 ms on an H200,
+    where a step of an 8 B model takes 9 ms and every step has a new length; and it fails for masks
+    at odd addresses.
     """
     with _CuDNN.lock:
         if not _CuDNN.unwanted:
@@ -250,18 +251,19 @@ def attention_of_any_length() -> Iterator[None]:
 def product(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     """``x`` [..., K] times the layer's weight, plus ``bias`` [N] instead of its own: [..., N].
 
-    ``gelu`` (tanh) follows if wanted; on a CPU oneDNN applies it while the product is in the cache.
-    Compilers see the plain operators and the unpacked weight. Hooks and adapters run.
+    With ``gelu`` a GELU (tanh) follows; on a CPU oneDNN applies it while the product is in the
+    cache. Compilers see plain operators and the unpacked weight. Hooks and adapters run.
     """
     if not _is_others(layer):
         return _multiplied(layer, x, bias, gelu)
-    found: Tensor = layer(x)
+    output: Tensor = layer(x)
     if bias is not layer.bias:
-        found = found + (0 if bias is None else bias) - (0 if layer.bias is None else layer.bias)
-    return F.gelu(found, approximate="tanh") if gelu else found
+        output = output + (0 if bias is None else bias) - (0 if layer.bias is None else layer.bias)
+    return F.gelu(output, approximate="tanh") if gelu else output
 
 
 def _multiplied(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+    """:func:`product` of a plain layer: by oneDNN, prepacked or fused, if that is faster."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled():
         return _plain(layer, x, bias, gelu)
     packed = layer.current(x, gelu) if isinstance(layer, PackedLinear) else None
@@ -269,19 +271,19 @@ def _multiplied(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool = F
         return _plain(layer, x, bias, gelu)
     weight = layer.weight if packed is None else packed
     activation, variant = ("gelu", "tanh") if gelu else ("none", "")
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], variant)
-    return found
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, activation, [], variant)
+    return output
 
 
 def _is_others(layer: nn.Module) -> bool:
-    """Whether a ``layer`` is more than a product: an adapter, one with hooks or another forward."""
+    """Whether ``layer`` is more than a product: an adapter, or has hooks or a replaced forward."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks
     return type(layer) not in (nn.Linear, PackedLinear) or bool(hooks) or "forward" in vars(layer)
 
 
 def _plain(layer: nn.Linear, x: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    found = F.linear(x, layer.weight, bias)
-    return F.gelu(found, approximate="tanh") if gelu else found
+    output = F.linear(x, layer.weight, bias)
+    return F.gelu(output, approximate="tanh") if gelu else output
 
 
 def _fuses(layer: nn.Linear, x: Tensor) -> bool:
@@ -303,8 +305,8 @@ def _multiplies(dtype: torch.dtype) -> bool:
 class PackedLinear(nn.Linear):
     """A linear layer that multiplies by a copy of its weight in oneDNN's blocks, if it has one.
 
-    The copy is used within a call (:func:`specmm.core.derived.one_call`) and made again if the
-    weight has changed; elsewhere it is a plain linear layer.
+    The copy is used within a call (:func:`specmm.core.derived.one_call`), and remade if the weight
+    has changed; outside it is a plain linear layer.
     """
 
     packed: Derived[Tensor | None]
@@ -312,7 +314,7 @@ class PackedLinear(nn.Linear):
     long: bool  # whether it takes inputs long enough for a copy in float32
 
     def pack(self, long: bool) -> None:
-        """Make the copy, where there is a kernel for it."""
+        """Make the copy, if there is a kernel for it."""
         self.long, self.packed = long, Derived()
         self.packs = self._has_kernel()
         if self.packs:
@@ -325,11 +327,11 @@ class PackedLinear(nn.Linear):
         if not self._has_kernel():  # a weight was put in its place
             return None
         weight = self.weight.detach().contiguous()
-        made: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        return made
+        reordered: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        return reordered
 
     def current(self, x: Tensor, gelu: bool) -> Tensor | None:
-        """An up-to-date prepacked copy of the weight; None if ``x`` is not multiplied by one.
+        """An up-to-date prepacked copy of the weight; None if ``x`` does not need it.
 
         Short float32 inputs use it only with a fused ``gelu``, which only its kernel has.
         """
@@ -352,7 +354,7 @@ class PackedLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the packed copy, which cannot be copied or saved."""
-        return {key: found for key, found in self.__dict__.items() if key != "packed"}
+        return {key: value for key, value in self.__dict__.items() if key != "packed"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -360,7 +362,7 @@ class PackedLinear(nn.Linear):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on the device or here."""
+    """Whether ``error`` says that memory ran out, on the device or the host."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     words = ("out of memory", "not enough memory", "can't allocate memory")
@@ -368,7 +370,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros; on a CPU they take no time, and memory only page by page as they are written."""
+    """Zeros; on a CPU they take no time, and memory only for the pages that are written."""
     size = math.prod(shape) * dtype.itemsize
     if torch.device(device).type != "cpu" or not size or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(*shape, dtype=dtype, device=device)

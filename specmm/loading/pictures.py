@@ -1,6 +1,6 @@
 """Opens pictures of any source as upright RGB of 8 bits, with transparency on white.
 
-Errors begin with "must", for the file's name to be put before them.
+Error messages begin with "must", so that callers can put the file's name before them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ PngImagePlugin.MAX_TEXT_CHUNK = max(PngImagePlugin.MAX_TEXT_CHUNK, PngImagePlugi
 
 def endings() -> set[str]:
     """The endings of picture files, in lower case with their dot: Pillow's and its plugins'."""
-    known = Image.registered_extensions()
-    return {ending for ending, kind in known.items() if kind not in NO_PICTURES}
+    registered = Image.registered_extensions()
+    return {ending for ending, kind in registered.items() if kind not in NO_PICTURES}
 
 
 def packed(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    """The bytes of a file of ``image``, of a ``kind`` and with ``options`` of Pillow's."""
+    """``image`` as the bytes of a file of a ``kind``, with Pillow's ``options``."""
     data = io.BytesIO()
     image.save(data, format=kind, **options)
     return data.getvalue()
 
 
 def header(source: str | IO[bytes] | Image.Image, most: int | None = None) -> Image.Image:
-    """The picture in a file, not decoded yet, or ``source`` itself if it is a picture.
+    """The picture in a file, not yet decoded, or ``source`` itself if it is a picture.
 
-    Raises ``ValueError`` for what is no picture, and for one of more than ``most`` pixels (None:
-    as many as Pillow refuses, 179 million); ``OSError`` for a file that cannot be opened.
+    Raises ``ValueError`` if it is not a picture or has more than ``most`` pixels (None: Pillow's
+    limit, 179 million), and ``OSError`` for a file that cannot be opened.
     """
     most = most or 2 * (Image.MAX_IMAGE_PIXELS or sys.maxsize)
     image = source if isinstance(source, Image.Image) else _opened(source, most)
@@ -51,6 +51,7 @@ def header(source: str | IO[bytes] | Image.Image, most: int | None = None) -> Im
 
 
 def _opened(file: str | IO[bytes], most: int) -> Image.Image:
+    """Pillow's picture of ``file``, not yet decoded; its errors as sentences."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -68,7 +69,7 @@ def _opened(file: str | IO[bytes], most: int) -> Image.Image:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """``image`` in RGB, turned as its camera says; ``ValueError`` for a damaged one."""
+    """``image`` in RGB, turned by its orientation tag; ``ValueError`` if it is damaged."""
     try:
         return rgb(ImageOps.exif_transpose(image))
     except Exception as error:  # a damaged file makes a decoder fail in any way

@@ -17,12 +17,10 @@ from specmm.methods.base import (
     Methods,
     Tree,
     TreeName,
-    by_hand,
     check_rejected_weight,
     filed,
     keyed,
     label,
-    make,
     plain_option,
 )
 from specmm.methods.images import GSD, SJD, CoDe, CSpD, Eagle, Lantern, LanternPP, Speculative
@@ -43,6 +41,7 @@ from specmm.methods.language import (
     Verdict,
     VLMDraft,
 )
+from specmm.methods.making import by_hand, make
 
 __all__ = [
     "AR",

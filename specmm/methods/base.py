@@ -1,4 +1,4 @@
-"""The declarations of every method, the choice of its parts, and making methods by name."""
+"""The declarations of every method, and the choice of its parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from specmm.extending.kinds import check_kind, shown
 from specmm.extending.registry import (
     OPTION,
     Registry,
-    maker_of,
     name_of,
     named,
     names_of_others,
@@ -302,50 +301,3 @@ class Methods(Registry):
                     f"{name} of {method.name} must come with a drawn tree of fixed shape, "
                     f"got {shown(got)} alone; give {other}, too"
                 )
-
-
-def make(registry: Registry, method: Any, **options: Any) -> Any:
-    """The method called ``method`` in ``registry``, or the method object itself, with ``options``.
-
-    Raises ``ValueError`` with a suggestion for a name or an option that is not known.
-    """
-    if isinstance(method, type) or not isinstance(getattr(method, "name", method), str):
-        name, place = next(iter(registry.entries.items()))
-        raise ValueError(
-            f"method must be a name, such as {name}, or a method, such as "
-            f"{place.replace(':', '.')}(), got {shown(method)}"
-        )
-    own = isinstance(method, Composed) and maker_of(method) and Draft.name in registry.entries
-    kind = type(method) if own else registry.get(method if isinstance(method, str) else method.name)
-    if not isinstance(method, (str, kind)):
-        raise ValueError(f"method {kind.name!r} must be {kind.__name__} here, got {method}")
-    known = [field.name for field in dataclasses.fields(kind)]
-    if strange := [option for option in options if option not in known]:
-        raise unknown(f"option of {kind.name}", strange[0], known or ["(none)"], OPTION)
-    made = kind(**options) if isinstance(method, str) else dataclasses.replace(method, **options)
-    if isinstance(registry, Methods):
-        registry.check(made)
-    return made
-
-
-def by_hand(
-    registry: Registry, method: Any, drafter: Own = None, tree: Own = None, rule: Own = None
-) -> Any:
-    """``method`` with the given (not None) ``drafter``, ``tree`` and ``rule`` in place of its own;
-    a method that drafts nothing becomes ``draft`` with them.
-
-    Raises ``ValueError`` as :func:`make`, and for models whose methods choose none of them.
-    """
-    found = make(registry, method)
-    chosen = dict(drafter=drafter, tree=tree, rule=rule)
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if not given:
-        return found
-    if Draft.name not in registry.entries:
-        raise ValueError(
-            f"{next(iter(given))} must be None for models without a choice of drafter, tree and "
-            f"rule; choose a method: {', '.join(registry)}"
-        )
-    if given.keys() & {"tree", "rule"} and hasattr(found, "sampled"):
-        given["sampled"] = True  # or neither would be read
-    return make(registry, found if found.drafts else Draft.name, **given)

@@ -1,11 +1,12 @@
-"""Batch-invariant rounding on a CPU: a row has the same bits alone and among others.
+"""Batch-invariant rounding on a CPU: a row has the same bits alone and in a batch.
 
 MKL sums a row of a product in an order that depends on the number of rows, the threads and the
 processor. oneDNN's order depends on none of them, except that a single row has an order of its own.
 Within ``batch_invariant()``, in float32, products are oneDNN's, attention is padded to four
 queries, and convolutions take one picture at a time. (Measured on two x86 with AVX-512, for 1 and 2
 threads; tests/integration/test_batch_equal.py.) A product costs some 20 us more. Compiled programs
-stay as they are: there a row's bits depend on the number of rows, not on what is in the others.
+are unchanged: in them a row's bits depend on the number of rows, but not on the other rows'
+contents.
 
 Shape letters: M rows, K inputs and N outputs of a product; T queries, S keys, D head width.
 """
@@ -45,7 +46,7 @@ def any_invariant() -> bool:
 
 @contextmanager
 def outside_batch_invariant() -> Iterator[None]:
-    """Within this block every ``batch_invariant()`` around it is off."""
+    """A block in which every enclosing ``batch_invariant()`` is off."""
     if not any_invariant():
         yield
         return
@@ -65,7 +66,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
-    *given: Any,
+    *positional: Any,
     **options: Any,
 ) -> Tensor:
     """``F.scaled_dot_product_attention`` of ``query`` [..., T, D], padded to ``TILE`` queries."""
@@ -76,22 +77,22 @@ def attention(
         if attn_mask is not None and attn_mask.shape[-2] > 1:
             # the queries added may attend everything
             attn_mask = F.pad(attn_mask, more, value=attn_mask.dtype == torch.bool)
-    found = F.scaled_dot_product_attention(query, key, value, attn_mask, *given, **options)
-    return found[..., :queries, :]
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask, *positional, **options)
+    return output[..., :queries, :]
 
 
-def fused(x: Tensor, weight: Tensor, *given: Any) -> Tensor:
+def fused(x: Tensor, weight: Tensor, *positional: Any) -> Tensor:
     """oneDNN's product of ``x`` [..., K], with or without activation; a single row is doubled."""
     if x.shape[:-1].numel() != 1 or not _concerned(x):
-        return POINTWISE(x, weight, *given)
-    return POINTWISE(x.expand(2, *x.shape), weight, *given)[0]
+        return POINTWISE(x, weight, *positional)
+    return POINTWISE(x.expand(2, *x.shape), weight, *positional)[0]
 
 
-def convolution(input: Tensor, *given: Any, **options: Any) -> Tensor:
-    """``F.conv2d``, picture by picture: oneDNN has another algorithm for one than for several."""
+def convolution(input: Tensor, *positional: Any, **options: Any) -> Tensor:
+    """``F.conv2d``, picture by picture: oneDNN uses another algorithm for one than for several."""
     if input.ndim < 4 or not _concerned(input):
-        return F.conv2d(input, *given, **options)
-    parts = [F.conv2d(part.contiguous(), *given, **options) for part in input.split(1)]
+        return F.conv2d(input, *positional, **options)
+    parts = [F.conv2d(part.contiguous(), *positional, **options) for part in input.split(1)]
     return torch.cat([part.contiguous() for part in parts])
 
 

@@ -1,9 +1,9 @@
 """A round of the loop as one compiled program: drafting, scoring and acceptance.
 
-For models whose steps are many small operators, where the overhead of each call is most of the
-time. It needs what ``torch.compile`` needs (on a CPU a C++ compiler), and half a minute to two for
-the first call of each method, options and batch size on a machine. The drafter's trees must have
-as many nodes and levels, and take as many uniforms, every round; where they branch may differ.
+For models whose steps are many small operators, where calling overhead is most of the time. It
+needs ``torch.compile`` (on a CPU a C++ compiler), and takes half a minute to two for the first call
+of each method, options and batch size on a machine. A drafter's trees must have the same numbers of
+nodes, levels and uniforms every round; their branching may differ.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SAME = {
 
 
 class NotCompiled(ValueError):
-    """``compiled=True`` was asked for something that cannot be compiled."""
+    """Error: ``compiled=True`` for a call that cannot be compiled."""
 
 
 class _Uncompiled(threading.local):
@@ -76,12 +76,12 @@ def uncompiled_calls() -> int:
 
 
 def count_uncompiled() -> None:
-    """Count such a call."""
+    """Count a call for :func:`uncompiled_calls`."""
     _uncompiled.calls += 1
 
 
 def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Program:
-    """``function`` as a program for each shape of its arguments.
+    """``function``, compiled as one program for each shape of its arguments.
 
     All calls must use the same networks, of which only the values of weights change (no other
     hooks; caches of another size only if a tensor outside of them has another shape, too), and
@@ -95,16 +95,16 @@ def compiled(function: Callable[..., Any], device: torch.device = CPU) -> Progra
     gc.collect()
     # a copy, since PyTorch files programs by their code object
     code, closure = function.__code__.replace(), function.__closure__
-    own = types.FunctionType(
+    copied = types.FunctionType(
         code, function.__globals__, argdefs=function.__defaults__, closure=closure
     )
     keep_threads()
-    own.__kwdefaults__ = function.__kwdefaults__
-    vars(own).update(vars(function))
+    copied.__kwdefaults__ = function.__kwdefaults__
+    vars(copied).update(vars(function))
     options: dict[str, Any] = {"guard_filter_fn": _watched, "cpp_wrapper": device.type == "cpu"}
 
     def compiler(whole: bool) -> Any:
-        return torch.compile(own, fullgraph=whole, dynamic=False, options=options)
+        return torch.compile(copied, fullgraph=whole, dynamic=False, options=options)
 
     return Program(function, compiler)
 
@@ -114,8 +114,8 @@ class Program:
     cannot be one program. ``compiler`` is PyTorch's, for a whole function or for its parts.
 
     If cached files are damaged or the disk is full, it is compiled in another folder; if that
-    fails, too, it runs uncompiled: compiling saves time and must not end a run. Nothing has run
-    when compiling fails, so that a call can start again.
+    fails, too, it runs uncompiled, because compiling only saves time and must not end a run. When
+    compiling fails nothing has run, so the call can start again.
     """
 
     def __init__(self, function: Callable[..., Any], compiler: Callable[[bool], Any]) -> None:
@@ -142,6 +142,7 @@ class Program:
         return self._run(*args)
 
     def _run(self, *args: Any) -> Any:
+        """Run the program; in parts, or uncompiled, if PyTorch cannot compile it otherwise."""
         if self.run is self.function:
             count_uncompiled()
             return self.run(*args)
@@ -162,12 +163,12 @@ class Program:
 def looped(
     going: Callable[..., Tensor], play: Callable[..., tuple[Any, ...]], state: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The tensors ``state`` after repeated ``play`` while they are ``going``; in a program, one
-    loop. They must share no memory with other inputs of ``play``.
+    """The tensors ``state`` after repeating ``play`` while ``going(*state)``; in a program this is
+    one loop. They must not share memory with other inputs of ``play``.
     """
     if torch.compiler.is_compiling():
-        found: tuple[Any, ...] = while_loop(going, play, state)
-        return found
+        final: tuple[Any, ...] = while_loop(going, play, state)
+        return final
     while bool(going(*state)):
         state = play(*state)
     return state
@@ -183,12 +184,12 @@ def _of_compiling(error: Exception) -> bool:
     if isinstance(error, BackendCompilerFailed):
         return True
     frames = [frame.f_globals for frame, _ in traceback.walk_tb(error.__traceback__)]
-    compiling = any(str(place.get("__name__")).startswith(COMPILING) for place in frames)
+    compiling = any(str(module.get("__name__")).startswith(COMPILING) for module in frames)
     return compiling and isinstance(error, OSError | ImportError)
 
 
 def _watched(guards: Any) -> list[bool]:
-    """Which ``guards`` to keep: those on PyTorch's own state, which have no name, and on inputs."""
+    """The ``guards`` to keep: guards on inputs, and on PyTorch's own state, which have no name."""
     outside = torch.compiler.skip_guard_on_all_nn_modules_unsafe(guards)
     return [
         kept and (not guard.name or not (guard.guard_type in SAME or guard.is_global))
@@ -197,13 +198,13 @@ def _watched(guards: Any) -> list[bool]:
 
 
 class CompiledRound:
-    """Plays rounds as :func:`specmm.core.decode.one_round` does, on the same uniforms, as one
+    """Runs rounds as :func:`specmm.core.decode.one_round` does, on the same uniforms, as one
     program.
 
-    The first round after a prefill is not compiled, since its feedback has another form. The
-    clock's "verify" is the whole program and the round's end. Keys and values are moved after the
-    program, which would copy the whole cache. ``device`` and what all calls share as in
-    :func:`compiled`.
+    The first round after a prefill is not compiled, because its feedback has another form. The
+    clock's "verify" covers the whole program and the round's end. Keys and values are moved after
+    the program, because a program would copy the whole cache. ``device`` and what all calls share
+    as in :func:`compiled`.
     """
 
     def __init__(self, device: torch.device = CPU) -> None:
@@ -240,7 +241,7 @@ def prepare_compiler(device: torch.device) -> None:
     """Let PyTorch hold a program for each method, its options and batch size, and store programs
     for later processes (:mod:`specmm.programs.program_cache`).
 
-    Raises ``ValueError`` where there is no C++ compiler, which programs for a CPU need.
+    Raises ``ValueError`` without a C++ compiler, which programs for a CPU need.
     """
     if device.type == "cpu":
         # imported here, since it takes a second
@@ -249,9 +250,9 @@ def prepare_compiler(device: torch.device) -> None:
         try:
             get_cpp_compiler()
         except RuntimeError as error:
-            wanted = os.environ.get("CXX", "g++")
+            compiler = os.environ.get("CXX", "g++")
             raise NotCompiled(
-                f"compiled programs need a C++ compiler, {wanted} is none: "
+                f"compiled programs need a C++ compiler, {compiler} is none: "
                 "install one, or run without"
             ) from error
     program_cache.use()

@@ -3,8 +3,8 @@
 A graph runs no Python; it reads and writes the memory that it was recorded on.
 
 A round's memory is the state that target, drafter and progress declare (:mod:`specmm.core.state`),
-with a feedback and uniforms of the graph's own. A round ends by writing the next round's inputs to
-the places where it read its own.
+with the graph's own feedback and uniforms. A round ends by writing the next round's inputs to the
+memory from which it read its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRIES = 6  # rounds that may be unlike the one before, or fail to be recorded, u
 
 
 class NotRecorded(Exception):
-    """A round that cannot be recorded as a graph."""
+    """Error: a round that cannot be recorded as a graph."""
 
 
 def record_on_gpu(function: Callable[[], None], pool: Pool | None = None) -> Callable[[], None]:
@@ -77,8 +77,8 @@ def _forms(tensors: Iterable[Tensor]) -> list[Any]:
 def copy_all(into: list[Tensor], values: list[Tensor]) -> None:
     """Copy ``values`` to tensors of the same shapes and dtypes, in one launch for each dtype."""
     for dtype in {x.dtype for x in into}:
-        some = [i for i, x in enumerate(into) if x.dtype == dtype]
-        torch._foreach_copy_([into[i] for i in some], [values[i] for i in some])
+        like = [i for i, x in enumerate(into) if x.dtype == dtype]
+        torch._foreach_copy_([into[i] for i in like], [values[i] for i in like])
 
 
 class RecordedRound:
@@ -100,38 +100,38 @@ class RecordedRound:
         self.replay = record_on_gpu(self._round)
         for slot, now in zip(self.slots, _state(parts, progress), strict=True):
             if now.tensor is not slot.tensor:
-                raise NotRecorded(f"a round put another tensor in place of {slot.name}")
+                raise NotRecorded(f"a round replaced the tensor {slot.name}")
 
     def _round(self) -> None:
-        """A round that writes its results where it read the results of the round before."""
+        """A round that writes its results where it read the previous round's results."""
         drawn = PredrawnUniforms(self.numbers)
         done = one_round(self.parts, self.feedback, self.progress, drawn, Clock())
         if drawn.used != self.numbers.shape[1]:
             raise NotRecorded("rounds take different numbers of uniforms")
         shape = done.drafted[0].shape
         done.fresh = torch.zeros_like(self.given["fresh"])
-        found = done.tensors()
+        tensors = done.tensors()
         same = shape is self.shape or not (shape.fixed or self.shape.fixed)
-        if not same or list(found) != list(self.given):
+        if not same or list(tensors) != list(self.given):
             raise NotRecorded("rounds have trees of different kinds")
         memory = {x.untyped_storage().data_ptr() for x in self.given.values()}
-        for name, x in found.items():
+        for name, x in tensors.items():
             if x.shape != self.given[name].shape:
-                raise NotRecorded(f"{name} of one round has another shape than that of the next")
+                raise NotRecorded(f"{name} changes its shape from round to round")
             if x.untyped_storage().data_ptr() in memory:  # another's place may be written first
-                found[name] = x.clone()
-        copy_all(list(self.given.values()), list(found.values()))
+                tensors[name] = x.clone()
+        copy_all(list(self.given.values()), list(tensors.values()))
         self.done = done
 
     def serves(self, parts: Parts, feedback: Feedback, progress: Progress) -> bool:
         """Whether the round after ``feedback`` is like the recorded one; if so, its inputs are
         copied into the graph's memory.
         """
-        given = feedback.tensors()
+        tensors = feedback.tensors()
         now = _state(parts, progress)
-        if list(given) != list(self.given) or len(now) != len(self.slots):
+        if list(tensors) != list(self.given) or len(now) != len(self.slots):
             return False
-        if _forms(given.values()) != _forms(self.given.values()):
+        if _forms(tensors.values()) != _forms(self.given.values()):
             return False
         moved = [(a, b) for a, b in zip(self.slots, now, strict=True) if a.tensor is not b.tensor]
         if any(a.name != b.name or b.fixed for a, b in moved):
@@ -141,8 +141,8 @@ class RecordedRound:
         for there, slot in moved:
             there.tensor.copy_(slot.tensor)
             slot.holder[slot.key] = there.tensor
-        new = [name for name, x in given.items() if x is not self.given[name]]
-        copy_all([self.given[name] for name in new], [given[name] for name in new])
+        new = [name for name, x in tensors.items() if x is not self.given[name]]
+        copy_all([self.given[name] for name in new], [tensors[name] for name in new])
         self.slots = [b._replace(tensor=a.tensor) for a, b in zip(self.slots, now, strict=True)]
         return True
 
@@ -160,12 +160,12 @@ def _state(parts: Parts, progress: Progress) -> list[Slot]:
 
 
 class GraphRound:
-    """Plays rounds as :func:`specmm.core.decode.one_round` does, each as one CUDA graph, which the
-    host launches before it has read the last one's result.
+    """Runs rounds as :func:`specmm.core.decode.one_round` does, each as one CUDA graph, which the
+    host launches before it has read the last round's result.
 
-    The rounds after a prefill run without a graph until two are alike. Runs share the graph's
-    memory, including a progress's tokens and counts: copy what must outlast the next run. A round
-    that cannot be recorded runs without a graph, with a warning unless ``quiet``.
+    The rounds after a prefill run without a graph until two rounds have the same form. Runs share
+    the graph's memory, including a progress's tokens and counts: copy what must outlast the next
+    run. A round that cannot be recorded runs without a graph, with a warning unless ``quiet``.
     """
 
     ahead = True
@@ -173,8 +173,8 @@ class GraphRound:
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
         self.recorded: RecordedRound | None = None
-        self.failed = False
-        self.tries = 0
+        self.failed = False  # recording was given up
+        self.tries = 0  # to record, since a prefill or a replay
         self.last: object = None  # the form of the round before
         self.uniforms = 0  # taken by a row in it
 
@@ -184,23 +184,23 @@ class GraphRound:
         """See :func:`specmm.core.decode.one_round`."""
         if feedback.result is None:
             self.tries, self.last = 0, None
-            return self._as_it_is(parts, feedback, progress, uniforms, clock)
+            return self._uncaptured(parts, feedback, progress, uniforms, clock)
         if self.failed:
             count_uncompiled()
-            return self._as_it_is(parts, feedback, progress, uniforms, clock)
+            return self._uncaptured(parts, feedback, progress, uniforms, clock)
         if feedback.fresh is None:
             feedback.fresh = torch.zeros_like(feedback.token, dtype=torch.bool)
         with clock("verify"):
-            found = self.recorded
-            if found is None or not found.serves(parts, feedback, progress):
-                found = self._try_to_record(parts, feedback, progress, uniforms)
-            if found is not None:
-                self.recorded = found
+            recorded = self.recorded
+            if recorded is None or not recorded.serves(parts, feedback, progress):
+                recorded = self._try_to_record(parts, feedback, progress, uniforms)
+            if recorded is not None:
+                self.recorded = recorded
                 self.tries = 0
-                return found.play(uniforms)
-        return self._as_it_is(parts, feedback, progress, uniforms, clock)
+                return recorded.play(uniforms)
+        return self._uncaptured(parts, feedback, progress, uniforms, clock)
 
-    def _as_it_is(
+    def _uncaptured(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams, clock: Clock
     ) -> Feedback:
         counted = CountedUniforms(uniforms)
@@ -211,10 +211,10 @@ class GraphRound:
     def _try_to_record(
         self, parts: Parts, feedback: Feedback, progress: Progress, uniforms: Streams
     ) -> RecordedRound | None:
-        """The round, recorded, if it is like the one before."""
-        given = feedback.tensors()
+        """The recorded round, if it has the same form as the previous round."""
+        tensors = feedback.tensors()
         places = [(id(slot.tensor), slot.name) for slot in _state(parts, progress)]
-        form = places, list(given), _forms(given.values())
+        form = places, list(tensors), _forms(tensors.values())
         alike, self.last = form == self.last, form
         self.tries += 1
         why = "its rounds are not alike"
@@ -231,9 +231,9 @@ class GraphRound:
 
 
 class Graph:
-    """``function`` of tensors alone, recorded at its first call and replayed for the same shapes.
+    """A ``function`` of only tensors, recorded at its first call and replayed for the same shapes.
 
-    Without a GPU the function is just called. Results are copies. ``pool`` is another graph's
+    Without a GPU the function is simply called. Results are copies. ``pool`` is another graph's
     memory.
     """
 
@@ -268,7 +268,7 @@ class Graph:
 
 
 class Graphs:
-    """``function`` of tensors alone, as a :class:`Graph` for each form of them."""
+    """A ``function`` of only tensors, with a :class:`Graph` for each form of its arguments."""
 
     def __init__(
         self, function: Callable[..., tuple[Tensor, ...]], pool: Pool | None = None
@@ -285,7 +285,7 @@ class Graphs:
 
 
 def captures(device: torch.device) -> bool:
-    """Whether programs on ``device`` are captured graphs."""
+    """Whether programs on ``device`` are CUDA graphs."""
     return device.type == "cuda"
 
 
@@ -298,5 +298,5 @@ def prepare_programs(device: torch.device) -> None:
 
 
 def round_program(device: torch.device = CPU) -> Play:
-    """The player of rounds as programs on ``device``."""
+    """The function that runs rounds as programs on ``device``."""
     return GraphRound() if captures(device) else CompiledRound(device)

@@ -1,10 +1,10 @@
-"""The folder in which compiled programs are kept from one process to the next.
+"""The folder in which compiled programs are stored for later processes.
 
 It is ``$SPECMM_PROGRAMS``, or ``specmm/programs`` in the user's cache; within it each version of
 PyTorch, kind of processor and number of threads has a folder of its own. PyTorch finds programs
-there by their operators, shapes and options, so that nothing stale is ever run. Whoever sets
-``TORCHINDUCTOR_CACHE_DIR`` keeps that folder. A folder that cannot be used never ends a run:
-another one, which is empty, takes its place in this process, and one warning says so.
+there by their operators, shapes and options, so it never runs a stale one. A user's
+``TORCHINDUCTOR_CACHE_DIR`` is respected. A folder that cannot be used never ends a run: an empty
+one replaces it in this process, with one warning.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ said: list[str] = []  # why programs of this process are not kept
 
 
 def root() -> Path:
-    """The folder of all machines' programs; raises ``RuntimeError`` if the user has no home."""
-    own = os.environ.get("SPECMM_PROGRAMS")
-    if own:
-        return Path(own).expanduser()
+    """The folder for all machines' programs; raises ``RuntimeError`` if the user has no home."""
+    chosen = os.environ.get("SPECMM_PROGRAMS")
+    if chosen:
+        return Path(chosen).expanduser()
     cached = os.environ.get("XDG_CACHE_HOME")
     return (Path(cached) if cached else Path.home() / ".cache") / "specmm" / "programs"
 
 
 @cache
 def machine() -> str:
-    """A name for what programs depend on: PyTorch, the processor and its flags."""
+    """A name for the facts on which programs depend: PyTorch, the processor and its flags."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     about = [line for line in lines if line.startswith(("flags", "Features", "model name"))]
-    found = [platform.machine(), platform.processor(), *sorted(set(about))]
+    facts = [platform.machine(), platform.processor(), *sorted(set(about))]
     if torch.cuda.is_available():
-        found.append(torch.cuda.get_device_name())
-    return f"torch{torch.__version__}-{hashlib.sha256(repr(found).encode()).hexdigest()[:12]}"
+        facts.append(torch.cuda.get_device_name())
+    return f"torch{torch.__version__}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
 
 
 def folder() -> Path | None:
-    """This machine's folder, made; None (and one warning) where it cannot be written."""
+    """This machine's folder, created; None (and one warning) if it cannot be written."""
     try:
-        place = root() / f"{machine()}-{torch.get_num_threads()}"
-        writable(place, "SPECMM_PROGRAMS")
-        free = shutil.disk_usage(place).free
+        path = root() / f"{machine()}-{torch.get_num_threads()}"
+        writable(path, "SPECMM_PROGRAMS")
+        free = shutil.disk_usage(path).free
     except (ValueError, OSError, RuntimeError) as error:
         warn(str(error))
         return None
     if free < ROOM:
-        warn(f"{place} has {free >> 20} MB left and needs {ROOM >> 20}")
+        warn(f"{path} has {free >> 20} MB left and needs {ROOM >> 20}")
         return None
-    return place
+    return path
 
 
 def use() -> None:
-    """From now on PyTorch keeps programs in :func:`folder`, if it can be used."""
-    if used() is None and (place := folder()) is not None:
-        os.environ[VARIABLE] = str(place)
+    """Let PyTorch store programs in :func:`folder` from now on, if it can be used."""
+    if used() is None and (path := folder()) is not None:
+        os.environ[VARIABLE] = str(path)
 
 
 def used() -> Path | None:
@@ -77,14 +77,14 @@ def used() -> Path | None:
     # imported here, since it takes a moment
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    given = os.environ.get(VARIABLE)
+    chosen = os.environ.get(VARIABLE)
     # PyTorch sets the variable to its default
-    return Path(given) if given and given != default_cache_dir() else None
+    return Path(chosen) if chosen and chosen != default_cache_dir() else None
 
 
 def leave(error: BaseException) -> None:
-    """A program could not be read or written because of ``error``: PyTorch goes on in a new folder
-    of this process, where one can be made, which is removed at its end.
+    """After an ``error`` in reading or writing a program: let PyTorch continue in a new folder of
+    this process, if possible, which is removed at its end.
     """
     # imported here, since it takes a moment
     from torch._inductor.utils import clear_caches
@@ -92,21 +92,21 @@ def leave(error: BaseException) -> None:
     warn(first_line(error))
     clear_caches()  # programs read from the old folder
     try:
-        place = tempfile.mkdtemp(prefix="specmm-programs-")
+        temporary = tempfile.mkdtemp(prefix="specmm-programs-")
     except OSError:  # no room there, either: what fails again runs uncompiled
         return
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    os.environ[VARIABLE] = place
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    os.environ[VARIABLE] = temporary
 
 
 def first_line(error: BaseException) -> str:
-    """The type and first line of ``error``, or of the error within one of PyTorch's compiler."""
+    """The type and first line of ``error``, or of the error inside one from PyTorch's compiler."""
     inner = getattr(error, "inner_exception", error)
     return f"{type(inner).__name__}: {str(inner).strip()}".partition("\n")[0].rstrip(": ")
 
 
 def warn(why: str) -> None:
-    """Warn, once in a process, that programs are not stored, and ``why``."""
+    """Warn, once a process, that programs are not stored, and ``why``."""
     if not said:
         said.append(why)
         warnings.warn(

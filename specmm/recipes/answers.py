@@ -1,5 +1,5 @@
-"""The target's own answers to the questions of chats, from which its drafter learns best: made by
-the fastest method, in batches, and stored.
+"""The target's own answers to the questions of chats, from which its drafter learns best: generated
+by the fastest method, in batches, and stored.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ AT_ONCE = 32  # questions answered together
 def answered(
     pipe: Any, reader: ChatReader, chats: Sequence[Chat], share: float, longest: int, out: Path
 ) -> Iterator[Chat]:
-    """A ``share`` of ``chats``, chosen by their questions, with all answers replaced by ``pipe``'s,
-    of at most ``longest`` tokens.
+    """A ``share`` of ``chats``, chosen by their questions, with all answers replaced by answers of
+    ``pipe`` of at most ``longest`` tokens.
 
     Answers are stored in ``out`` batch by batch, under a key of everything they depend on, so that
     an interrupted run continues.
     """
     facts = (longest, TEMPERATURES, *reader.facts())
-    kept = writable(out / "answers" / made_by(pipe.model, *facts))
-    found: dict[str, list[str]] = {}
-    for file in kept.glob("*.json"):
-        found |= read_json(file)
+    folder = writable(out / "answers" / made_by(pipe.model, *facts))
+    answers: dict[str, list[str]] = {}
+    for file in folder.glob("*.json"):
+        answers |= read_json(file)
     keyed = [chat.key or chat.keyed().key for chat in chats]
-    own = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
-    with tqdm(total=len(own), desc="answer") as bar:
+    places = {key: i for i, key in enumerate(keyed) if int(key, 16) / 16**16 < share}
+    with tqdm(total=len(places), desc="answer") as bar:
         for which, temperature in enumerate(TEMPERATURES):
-            some = [key for key in own if int(key, 16) % len(TEMPERATURES) == which]
-            new = [key for key in some if key not in found]
-            bar.update(len(some) - len(new))
+            keys = [key for key in places if int(key, 16) % len(TEMPERATURES) == which]
+            new = [key for key in keys if key not in answers]
+            bar.update(len(keys) - len(new))
             for start in range(0, len(new), AT_ONCE):
-                part = {key: chats[own[key]] for key in new[start : start + AT_ONCE]}
+                part = {key: chats[places[key]] for key in new[start : start + AT_ONCE]}
                 fitting = {k: chat for k, chat in part.items() if reader.has_room(chat, longest)}
                 if fitting:
-                    made = _answers(pipe, reader, fitting, temperature, longest)
-                    write_whole(kept / f"{new[start]}.json", json.dumps(made).encode())
-                    found |= made
+                    texts = _answers(pipe, reader, fitting, temperature, longest)
+                    write_whole(folder / f"{new[start]}.json", json.dumps(texts).encode())
+                    answers |= texts
                 bar.update(len(part))
     for key, chat in zip(keyed, chats, strict=True):
-        whole = _learnable(reader, chat, found.get(key, ()))
-        if not any(part.get("text") == UNSAID for m in whole.messages for part in m["content"]):
-            yield whole
+        ready = _learnable(reader, chat, answers.get(key, ()))
+        if not any(part.get("text") == UNSAID for m in ready.messages for part in m["content"]):
+            yield ready
 
 
 def _turns(chat: Chat) -> list[int]:
-    """The assistant's messages that are replaced: those that no tool's message follows."""
+    """The assistant's messages to replace: messages that no tool's message follows."""
     roles = [message["role"] for message in chat.messages]
     pairs = zip(roles, [*roles[1:], ""], strict=True)
     return [i for i, pair in enumerate(pairs) if pair[0] == "assistant" and pair[1] != "tool"]
@@ -66,14 +66,14 @@ def _turns(chat: Chat) -> list[int]:
 
 def _learnable(reader: ChatReader, chat: Chat, texts: Sequence[str]) -> Chat:
     """``chat`` with ``texts`` as its answers, or unchanged if nothing can be learnt from them."""
-    found = _said(chat, texts)
+    learnable = _answered(chat, texts)
     try:
-        return replace(found, length=reader.check(found))
+        return replace(learnable, length=reader.check(learnable))
     except ValueError:
         return chat
 
 
-def _said(chat: Chat, texts: Sequence[str]) -> Chat:
+def _answered(chat: Chat, texts: Sequence[str]) -> Chat:
     """``chat`` with its first answers replaced by ``texts``."""
     messages = list(chat.messages)
     for i, text in zip(_turns(chat), texts, strict=False):
@@ -87,16 +87,16 @@ def _answers(
     """The answers to ``chats``, turn by turn."""
     texts: dict[str, list[str]] = {key: [] for key in chats}
     for turn in range(max(len(_turns(chat)) for chat in chats.values())):
-        some = [key for key, chat in chats.items() if turn < len(_turns(chat))]
-        asked = [_said(chats[key], texts[key]) for key in some]
-        found = reader.answers(
+        keys = [key for key, chat in chats.items() if turn < len(_turns(chat))]
+        prompts = [_answered(chats[key], texts[key]) for key in keys]
+        answers = reader.answers(
             pipe,
-            asked,
-            [_turns(chat)[turn] for chat in asked],
+            prompts,
+            [_turns(chat)[turn] for chat in prompts],
             temperature=temperature,
             max_new_tokens=longest,
-            seed=[int(key, 16) % 2**31 for key in some] if temperature else None,
+            seed=[int(key, 16) % 2**31 for key in keys] if temperature else None,
         )
-        for key, text in zip(some, found, strict=True):
+        for key, text in zip(keys, answers, strict=True):
             texts[key].append(text)
     return texts

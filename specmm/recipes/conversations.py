@@ -1,5 +1,5 @@
-"""Chats as training data: all are checked first, unusable ones are set aside, some are held out,
-and the others are stored on the disk.
+"""Chats as training data: all are checked first, unusable chats are set aside, some are held out,
+and the others are stored on disk.
 
 Shape letters: B chats of a batch, L tokens.
 """
@@ -41,8 +41,8 @@ SHOWN = 4000  # characters of the chat that is shown before a training
 
 @dataclass(frozen=True)
 class Opening:
-    """The purpose for which data are opened: a model that reads chats by ``reader``, the ``target``
-    itself (loaded when needed), and settings of a recipe.
+    """Context for opening data: the ``reader`` of a model's chats, the ``target`` itself (loaded
+    when needed), and a recipe's settings.
     """
 
     reader: ChatReader
@@ -55,10 +55,10 @@ class Opening:
 
 @dataclass(frozen=True)
 class Conversations:
-    """``rows`` returns up to a number of chats to learn from (None: all), ``draw`` a chat by its
-    number among the chats with or without pictures; ``sorts`` tells which of the two exist.
-    ``read`` makes a batch of chats by ``reader``; ``prompts`` returns a number of held-out
-    questions, optionally read by another reader after an edit.
+    """Functions of opened chats. ``rows(count)``: chats to learn from (None: all); ``draw(number,
+    visual)``: one chat of those with or without pictures, and ``sorts`` says which of the two
+    exist; ``read``: a batch of chats by ``reader``; ``prompts(count)``: held-out questions, perhaps
+    edited and read by another reader.
     """
 
     rows: Callable[[int | None], Sequence[Any]]
@@ -70,7 +70,7 @@ class Conversations:
 
 
 class Spool(Sequence[Chat]):
-    """Chats in a temporary file of ``folder``, with pictures that have no file of their own."""
+    """Chats in a temporary file in ``folder``, with pictures that are not files."""
 
     def __init__(self, folder: Path) -> None:
         self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
@@ -100,9 +100,9 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
     """The chats in files and folders ``places``; each epoch has another order.
 
     Chats with the same question are either all learnt from or all held out. Raises ``ValueError``
-    without two usable chats that differ.
+    without two different usable chats.
     """
-    chats, keys, seen = _spooled(places, opening)
+    chats, keys, shows = _spooled(places, opening)
     different = sorted(set(keys))
     if len(different) < 2:
         raise ValueError(
@@ -110,16 +110,16 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
             f"{len(different)} in {', '.join(places)}"
         )
     count = round(opening.held_out * len(different))
-    held = set(different[: min(max(count, 1), len(different) - 1)])
-    learnt = [i for i, key in enumerate(keys) if key not in held]
-    by_sort = {sort: [i for i in learnt if bool(seen[i]) == sort] for sort in (False, True)}
-    asked = [i for i in range(len(keys)) if keys[i] in held]
-    asked.sort(key=lambda i: (not seen[i], keys[i]))
+    held_out = set(different[: min(max(count, 1), len(different) - 1)])
+    learnt = [i for i, key in enumerate(keys) if key not in held_out]
+    by_sort = {sort: [i for i in learnt if bool(shows[i]) == sort] for sort in (False, True)}
+    questions = [i for i in range(len(keys)) if keys[i] in held_out]
+    questions.sort(key=lambda i: (not shows[i], keys[i]))
     reader = opening.reader
     data: Any = chats
-    shown = reader.coloured(chats[learnt[0]], sys.stderr.isatty())
-    _tell(f"{chats[learnt[0]].place}, of which the answers are learnt:\n{shown[:SHOWN]}")
-    _tell(f"{len(learnt)} chats to learn from, {len(asked)} held out")
+    sample = reader.coloured(chats[learnt[0]], sys.stderr.isatty())
+    _tell(f"{chats[learnt[0]].place}, of which the answers are learnt:\n{sample[:SHOWN]}")
+    _tell(f"{len(learnt)} chats to learn from, {len(questions)} held out")
 
     @lru_cache(4)
     def order(count: int, epoch: int) -> list[int]:
@@ -127,26 +127,26 @@ def conversations(places: Sequence[str], opening: Opening) -> Conversations:
         return torch.randperm(count, generator=mixed).tolist()
 
     def draw(number: int, visual: bool) -> Chat:
-        own = by_sort[visual]
-        return chats[own[order(len(own), number // len(own))[number % len(own)]]]
+        pool = by_sort[visual]
+        return chats[pool[order(len(pool), number // len(pool))[number % len(pool)]]]
 
     def rows(count: int | None) -> Sequence[Chat]:
         chosen = order(len(learnt), 0)[: count or len(learnt)]
-        found: Any = Subset(data, [learnt[i] for i in sorted(chosen)])  # a Sequence but by its type
-        return found
+        subset: Any = Subset(data, [learnt[i] for i in sorted(chosen)])  # not typed as a Sequence
+        return subset
 
     def prompts(
         count: int, other: ChatReader = reader, edit: Callable[[Chat], Chat] = lambda chat: chat
     ) -> VLMPrompt:
-        fitting = (chat for i in asked if reader.has_room(chat := chats[i], LONGEST))
-        if not (some := list(islice(fitting, count))):
+        fitting = (chat for i in questions if reader.has_room(chat := chats[i], LONGEST))
+        if not (batch := list(islice(fitting, count))):
             raise ValueError(
                 f"data must hold questions that leave room for answers of {LONGEST} tokens, got "
-                f"none among the {len(asked)} that were held out"
+                f"none among the {len(questions)} that were held out"
             )
-        return other.prompts([edit(chat) for chat in some], LONGEST)
+        return other.prompts([edit(chat) for chat in batch], LONGEST)
 
-    sorts = [sort for sort, own in by_sort.items() if own]
+    sorts = [sort for sort, numbers in by_sort.items() if numbers]
     return Conversations(rows, draw, prompts, reader, reader.read, sorts)
 
 
@@ -156,45 +156,46 @@ def _tell(text: str) -> None:
 
 
 def _spooled(places: Sequence[str], opening: Opening) -> tuple[Spool, array[int], bytearray]:
-    """The usable chats, the key of each, and whether it has pictures or videos."""
-    chats, keys, seen = Spool(opening.out), array("Q"), bytearray()
+    """The usable chats, each with its key and whether it has pictures or videos."""
+    chats, keys, shows = Spool(opening.out), array("Q"), bytearray()
     aside: dict[str, list[Any]] = {}
     rows = rows_of(places)
     opening.reader.begin()
-    for found in tqdm(_looked_through(rows, opening.unanswered), desc="look", unit=" chats"):
+    for chat in tqdm(_looked_through(rows, opening.unanswered), desc="look", unit=" chats"):
         try:
-            if isinstance(found, Unusable):
-                raise found
-            found = replace(found, length=opening.reader.check(found))
+            if isinstance(chat, Unusable):
+                raise chat
+            chat = replace(chat, length=opening.reader.check(chat))
         except (ValueError, OSError) as error:
             kind = getattr(error, "kind", "not what the model's processor takes")
-            aside.setdefault(kind, [f"{found.place}: {error}", 0])[1] += 1
+            aside.setdefault(kind, [f"{chat.place}: {error}", 0])[1] += 1
             continue
         if len(chats) < FIRST and not opening.unanswered:
-            opening.reader.verify(found)
-        chats.add(found)
-        keys.append(int(found.key, 16))
-        seen.append(found.visual)
-    for said, count in aside.values():
-        _tell(said if count == 1 else f"{said} ({count} such)")
-    return chats, keys, seen
+            opening.reader.verify(chat)
+        chats.add(chat)
+        keys.append(int(chat.key, 16))
+        shows.append(chat.visual)
+    for problem, count in aside.values():
+        _tell(problem if count == 1 else f"{problem} ({count} such)")
+    return chats, keys, shows
 
 
 def _looked_through(rows: Iterator[Any], unanswered: bool) -> Iterator[Chat | Unusable]:
-    """Every row's chat with its pictures and videos checked, or the error."""
-    look = partial(_looked, unanswered=unanswered)
+    """Every row's chat, after its pictures and videos were checked, or the error."""
+    look = partial(_opened_chat, unanswered=unanswered)
     with ThreadPoolExecutor() as pool:
         while part := list(islice(rows, TOGETHER)):
             yield from pool.map(look, part)
 
 
-def _looked(row: tuple[Any, Path, str], unanswered: bool) -> Chat | Unusable:
+def _opened_chat(row: tuple[Any, Path, str], unanswered: bool) -> Chat | Unusable:
+    """The chat of a ``row`` with its pictures opened, or the error that makes it unusable."""
     content, folder, place = row
     try:
         chat = chat_of(content, folder, place, unanswered)
-        seen = [_seen(source) for source in chat.images]
+        opened = [_seen(source) for source in chat.images]
         videos = [_played(source) for source in chat.videos]
-        images, sizes = [source for source, _ in seen], [size for _, size in seen]
+        images, sizes = [source for source, _ in opened], [size for _, size in opened]
         return replace(chat, images=images, videos=videos, sizes=sizes).keyed()
     except Unusable as error:
         error.place = place
@@ -213,11 +214,11 @@ def _played(source: Any) -> Any:
 
 
 def _seen(source: Any) -> tuple[Any, tuple[int, int]]:
-    """A picture that was checked to open (a remote one as its bytes), and its size."""
+    """The picture ``source`` (a remote picture as bytes) and its size, after opening it."""
     far = isinstance(source, str) and OF_PICTURES.match(source)
     try:
-        found = fetched(source) if far else source
-        return found, open_image(found).size
+        image = fetched(source) if far else source
+        return image, open_image(image).size
     except FileNotFoundError as error:
         raise Unusable(f"no picture at {source}", "no picture") from error
     except (ValueError, OSError) as error:

@@ -2,9 +2,9 @@
 
 Stage 1 hides a random share of each block and learns to fill it in, weighted by one over the share.
 Stage 2 hides the whole block, of random length R, and weighs position i by alpha to the power of R
-- i: what comes right after the text counts most. Source: DEER (arXiv 2512.15176). The end mark that
-it appends to truncated text is left out, since here blocks lie inside a row, and distributions are
-learnt in place of tokens.
+- i: tokens right after the text count most. Source: DEER (arXiv 2512.15176). Unlike there, no end
+mark is appended to truncated text, because blocks lie inside a row, and distributions are learnt
+instead of tokens.
 
 Shape letters: B batch, L tokens of a row, A anchors, K drafts of a block, N positions of all
 blocks, C width.
@@ -48,9 +48,7 @@ def deer(
     alpha: Annotated[float, 1],
     recipe: Recipe,
 ) -> Found:
-    """Train a DEER drafter: its own layers between the target's embedding and head; the result is
-    drafters/deer.
-    """
+    """Train a DEER drafter (its own layers, the target's embedding and head) in drafters/deer."""
     begun = training.begun(model, "deer", recipe)
     target, end = begun.target, begun.tokenizer.eos_token_id
     drafter = build_deer(target, layers, block, begun.mask(mask), end, inner)
@@ -73,8 +71,8 @@ def build_deer(
     """A drafter of ``layers`` with the embedding and the head of ``target``, initialised with the
     target's first layers.
 
-    ``inner`` is the width of its feed-forward layers where it is not the target's. Raises
-    ``ValueError`` for a target whose layers are not a Qwen2's or Llama's.
+    ``inner`` is the width of its feed-forward layers (0: the target's). Raises ``ValueError`` for a
+    target whose layers are not Qwen2's or Llama's.
     """
     sizes = _sizes(target.family.config)
     sizes["max_position_embeddings"] += block
@@ -88,7 +86,7 @@ def build_deer(
 
 
 def _sizes(config: Any) -> dict[str, Any]:
-    """Sizes and rotary base of a target; raises ``ValueError`` where a Qwen2 has more."""
+    """Sizes and rotary base of a target; raises ``ValueError`` if Qwen2 cannot have them."""
     # The rotary base is given by kind of layer where kinds differ.
     base = (getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     sizes = {name: getattr(config, name, None) for name in QWEN_SIZES} | {"rope_theta": base}
@@ -103,16 +101,16 @@ def _sizes(config: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def _copy_layers(layers: Any, others: Any) -> None:
-    """Copy the weights of ``others`` that fit; a Llama has no biases, which then are 0."""
+    """Copy the weights of ``others`` that fit; biases, which Llama lacks, are then 0."""
     for layer, other in zip(layers, others, strict=False):
-        own = layer.state_dict()
+        state = layer.state_dict()
         theirs = other.state_dict()
-        fitting = {k: v for k, v in theirs.items() if k in own and own[k].shape == v.shape}
+        fitting = {k: v for k, v in theirs.items() if k in state and state[k].shape == v.shape}
         layer.load_state_dict(fitting, strict=False)
 
 
 class Own(torch.nn.Module):
-    """The drafter's own weights only, for checkpoints that do not repeat the target's."""
+    """Only the drafter's own weights, for checkpoints without the target's."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -130,8 +128,8 @@ def deer_loss(
     seed: int,
     loss: str = "kl",
 ) -> Losses:
-    """The ``loss`` of the rows' blocks and of the first drafts of all their positions, on tokens
-    that are learnt; ``filling`` is stage 1.
+    """The ``loss`` of the rows' blocks and of the first draft at every position, on learnt tokens
+    only; ``filling`` is stage 1.
     """
     tokens = data.tokens
     masks = drafter.block - 1
@@ -147,21 +145,21 @@ def deer_loss(
     states = _forward(drafter, tokens, ids, drawn, present)  # [B, L + N, C]
     blocks = states[:, length:].unflatten(1, (anchors, masks))
     index = places.flatten(1)[..., None].to(device)
-    wanted = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
+    target_states = data.hidden.gather(1, index.expand(-1, -1, data.hidden.shape[-1]))
     counted = data.mask
     weights = weights.to(device) * counted.gather(1, index[..., 0]).view(places.shape)
-    found = probs_loss(blocks, wanted.view_as(blocks), weights, target.head, loss=loss)
+    losses = probs_loss(blocks, target_states.view_as(blocks), weights, target.head, loss=loss)
     even = counted[:, None].float()
     first = probs_loss(states[:, None, :length], data.hidden[:, None], even, target.head, loss=loss)
     part = 1 / drafter.block
-    both = part * first["loss"] + (1 - part) * found["loss"]
-    return {**found, "loss": both, "first": first["first"]}
+    mixed = part * first["loss"] + (1 - part) * losses["loss"]
+    return {**losses, "loss": mixed, "first": first["first"]}
 
 
 def _hide(
     rows: int, anchors: int, masks: int, generator: torch.Generator, filling: bool, alpha: float
 ) -> tuple[Tensor, Tensor]:
-    """The mask [B, A, K - 1] of hidden positions, and the weight of each."""
+    """The mask [B, A, K - 1] of hidden positions, and the positions' weights."""
     shape = (rows, anchors, masks)
     if filling:
         share = torch.rand(rows, anchors, 1, generator=generator).clamp(min=0.1)
@@ -177,9 +175,7 @@ def _hide(
 def _forward(
     drafter: DEERModel, tokens: Tensor, ids: Tensor, drawn: Anchors, present: Tensor | None
 ) -> Tensor:
-    """States [B, L + N, C] of the rows, read causally, and of their blocks of ``ids`` [B, A, K -
-    1].
-    """
+    """States [B, L + N, C] of rows, read causally, and of their blocks' ``ids`` [B, A, K - 1]."""
     rows, length = tokens.shape
     device = tokens.device
     order = torch.arange(length, device=device)

@@ -1,7 +1,8 @@
 """Training of a DFlash block drafter on the frozen target's hidden states.
 
-Blocks lie at random anchors, see the target's states of the text before them, and draft k counts by
-exp(-(k - 1) / fade). Source: DFlash (arXiv 2602.06036), learning distributions in place of tokens.
+Blocks lie at random anchors and read the target's states of the text before them; draft k has the
+weight exp(-(k - 1) / fade). Source: DFlash (arXiv 2602.06036), but learning distributions instead
+of tokens.
 
 Shape letters: B batch, L tokens of a row, A anchors, K block (anchor included), F layers read, C
 width.
@@ -71,8 +72,8 @@ def dflash(
     begun = training.begun(model, "block", recipe)
     target = begun.target
     if start is not None:
-        if given := [name for name in SIZES if name in recipe.chosen]:
-            raise ValueError(f"start brings the drafter's own sizes, leave out {given[0]}")
+        if chosen_sizes := [name for name in SIZES if name in recipe.chosen]:
+            raise ValueError(f"start brings the drafter's own sizes, leave out {chosen_sizes[0]}")
         check_target(read_json(start / "config.json"), target.model, start)
         drafter = with_memory(load_dflash(start, torch.float32).to(target.device), recurrent)
     else:
@@ -80,9 +81,9 @@ def dflash(
         layers_read(target, read)  # a mistake is told before rows are drawn, which takes minutes
     lessons = source.lessons(begun)
     if start is None:
-        known = lessons.vocabulary(vocabulary)
+        drafted = lessons.vocabulary(vocabulary)
         sizes = (layers, block + 1, hidden, read, inner, markov, recurrent)
-        drafter = build_block(target, *sizes, known)
+        drafter = build_block(target, *sizes, drafted)
     compile_layers(drafter.layers)
     head = target.family.logits_of(drafter.ids)
 
@@ -109,10 +110,10 @@ def build_block(
     """A drafter of ``layers`` for rounds of ``block`` - 1 drafts, which reads ``read`` of the
     target's layers.
 
-    They lie evenly between the second and the third last, as in the release. ``inner`` is the width
-    of its feed-forward layers where it is not the target's, ``markov`` the rank of its table of
-    pairs and ``recurrent`` the size of its memory (0: none), ``ids`` [v] are the target's tokens
-    that it drafts (None: all). Raises ``ValueError`` as ``layers_read`` does, and for a target
+    The layers that it reads lie evenly between the second and the third last, as in the release.
+    ``inner`` is the width of its feed-forward layers (0: the target's), ``markov`` the rank of its
+    table of pairs and ``recurrent`` the size of its memory (0: none), ``ids`` [v] are the target's
+    tokens that it drafts (None: all). Raises ``ValueError`` as ``layers_read``, and for a target
     whose layers have no known name.
     """
     chosen = layers_read(target, read)
@@ -135,21 +136,23 @@ def build_block(
 def layers_read(target: VLMTarget, read: int) -> tuple[int, ...]:
     """The ``read`` layers of the target whose states a drafter reads, lowest first.
 
-    Raises ``ValueError`` for more than there are before the last one.
+    Raises ``ValueError`` for more layers than there are before the last.
     """
     depth = len(target.family.layers)
     if not 1 <= read < depth:
         raise ValueError(
-            f"read must be 1 to {depth - 1}, the target's layers in front of its last, got {read}"
+            f"read must be 1 to {depth - 1}, the number of the target's layers before its last, "
+            f"got {read}"
         )
     places = torch.linspace(1, max(depth - 3, 0), read) if depth - 1 > read else torch.arange(read)
     return tuple(dict.fromkeys(places.round().int().tolist()))
 
 
 def with_memory(before: DFlash, size: int) -> DFlash:
-    """A drafter that drafts as ``before`` does, with an untrained memory of ``size`` (0: as it is).
+    """A drafter that drafts as ``before`` does, with an untrained memory of ``size`` (0:
+    unchanged).
 
-    Raises ``ValueError`` for one that has a memory of another size.
+    Raises ``ValueError`` if it has a memory of another size.
     """
     config = before.config
     if size and config.recurrent not in (0, size):
@@ -174,9 +177,7 @@ def block_loss(
     seed: int,
     loss: str = "kl",
 ) -> Losses:
-    """The ``loss`` of the rows' blocks on tokens that are learnt; ``head`` gives logits of the
-    drafter's tokens only.
-    """
+    """The ``loss`` of the rows' blocks on learnt tokens; ``head`` has only the drafter's tokens."""
     rows = len(data.tokens)
     device = data.tokens.device
     size = model.config.block
@@ -188,14 +189,14 @@ def block_loss(
     states = states[:, :, 1:]  # [B, A, K - 1, C]
     # The target's distribution of a token comes from its state one place before.
     places = drawn.after(size - 1).flatten(1)
-    wanted = data.hidden.gather(1, places[..., None].expand(-1, -1, data.hidden.shape[-1]))
+    target_states = data.hidden.gather(1, places[..., None].expand(-1, -1, data.hidden.shape[-1]))
     before = data.tokens.gather(1, places).view(states.shape[:3])
     if model.recurrent is not None:
         states = along(model.recurrent, states, target.embed(before))
     pairs = None if model.markov is None else model.pairs(before)
     counted = data.mask.gather(1, places).view(states.shape[:3])
     weights = fading(size - 1, fade).to(device) * counted
-    return probs_loss(states, wanted.view_as(states), weights, head, pairs, loss)
+    return probs_loss(states, target_states.view_as(states), weights, head, pairs, loss)
 
 
 def blocks_after(
@@ -205,23 +206,23 @@ def blocks_after(
     drawn: Anchors,
     reaches: Sequence[Reach] = (),
 ) -> Tensor:
-    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] after ``context`` [B, L, F·C], of
-    which each layer sees what ``reaches`` say (none: everything).
+    """States [B, A, K, C] of blocks of ``embeddings`` [B, A·K, C] after ``context`` [B, L, F·C], to
+    which each layer attends within its ``reaches`` (empty: everywhere).
     """
     length = context.shape[1]
-    place = torch.arange(length, device=context.device)[None]
-    prefix = _Prefix(context_keys(model, context, place))
+    positions = torch.arange(length, device=context.device)[None]
+    prefix = _Prefix(context_keys(model, context, positions))
     turns = model.turns(embeddings, drawn.after(drawn.size).flatten(1))
-    seen = {reach: drawn.reached(length, reach) for reach in {Reach(), *reaches}}
+    drawn_by = {reach: drawn.reached(length, reach) for reach in {Reach(), *reaches}}
     x = embeddings
     for layer, reach in zip(model.layers, reaches or [Reach()] * len(model.layers), strict=True):
-        mask = seen[reach].to(x.dtype)
+        mask = drawn_by[reach].to(x.dtype)
         x = layer(x, attention_mask=mask, position_embeddings=turns, **{CACHE: prefix})
     return model.norm(x).unflatten(1, (-1, drawn.size))
 
 
 class _Prefix:
-    """A cache that puts each layer's context keys and values [B, H, L, D] before the blocks'."""
+    """A cache that prepends each layer's context keys and values [B, H, L, D] to the blocks'."""
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self.pairs = pairs

@@ -1,8 +1,8 @@
 """Training of a small diffusion language model in Dream's format, on text alone.
 
-Half of the rows have tokens hidden anywhere, as in masked diffusion (weight one over the share),
-the other half their end, as in drafting. Source of the loss: LLaDA and Dream (arXiv 2502.09992,
-2508.15487).
+In half of the rows tokens are hidden anywhere, as in masked diffusion (weight one over the share);
+in the other half the end is hidden, as in drafting. Source of the loss: LLaDA and Dream (arXiv
+2502.09992, 2508.15487).
 
 Shape letters: B rows, L tokens, T tokens of all texts, V vocabulary.
 """
@@ -52,9 +52,9 @@ def diffusion(
     """
     begun = training.begun(model, "diffuspec", recipe)
     tokenizer, seed = begun.tokenizer, training.seed
-    made = build_model(Sizes(dim, layers, heads), tokenizer, seed)
-    made = made.to(named_device(own_device(training.device)))
-    drafter = FullAttention(made, begun.mask(mask), tokenizer.eos_token_id, shift=1)
+    network = build_model(Sizes(dim, layers, heads), tokenizer, seed)
+    network = network.to(named_device(own_device(training.device)))
+    drafter = FullAttention(network, begun.mask(mask), tokenizer.eos_token_id, shift=1)
     with one_first():
         stream = text_stream(tokenizer, training.out, text)
     run = training.run({**begun.facts, "data": key_of([stream.numpy().tobytes()])})
@@ -63,16 +63,14 @@ def diffusion(
 
 
 def proxy(*, model: str, text: list[Path], order: Count, least: Count, out: Path) -> Found:
-    """Fit DiffuSpec's n-gram proxy to texts: one pass, no compiler; the result lies beside the
-    diffusion drafter.
-    """
+    """Fit DiffuSpec's n-gram proxy to texts, in one pass, and write it to the diffusion drafter."""
     folder = beside(model, find_target(model))
     weights = weights_folder(folder)
     stream = text_stream(load_tokenizer(weights), writable(out), text)
     size = load_config(weights).get_text_config().vocab_size
-    made = fit_proxy([stream.tolist()], size, order, least)
+    ngram = fit_proxy([stream.tolist()], size, order, least)
     file = writable(folder / "drafters" / KINDS["diffuspec"].place) / PROXY
-    made.save(file)
+    ngram.save(file)
     return {"kind": "proxy", "model": model, "steps": 1, "outputs": [str(file)]}
 
 
@@ -100,16 +98,16 @@ def denoising_loss(model: FullAttention, rows: Tensor, seed: int) -> Tensor:
     """Cross-entropy (nats) of the hidden tokens of ``rows`` [B, L] by the rows that score them."""
     hidden, weights = (x.to(rows.device) for x in hide(len(rows), rows.shape[1], seed))
     states = model.states(rows.masked_fill(hidden, model.mask))
-    wanted = rows[:, model.shift :]
+    tokens = rows[:, model.shift :]
     weights = weights[:, model.shift :]
     scored = weights > 0
     logits = model.head(states[:, : rows.shape[1] - model.shift][scored]).float()
-    losses = F.cross_entropy(logits, wanted[scored], reduction="none")
+    losses = F.cross_entropy(logits, tokens[scored], reduction="none")
     return (losses * weights[scored]).sum() / weights.sum()
 
 
 def hide(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Which tokens [B, L] are hidden and the weight of each; the first never is."""
+    """The mask of hidden tokens [B, L] and their weights; the first token is never hidden."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.rand(rows, 1, generator=generator).clamp(min=LEAST)
     anywhere = torch.rand(rows, length, generator=generator) < share
@@ -121,7 +119,7 @@ def hide(rows: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def save_dream(model: FullAttention, folder: str | Path) -> None:
-    """Write Dream's format (bf16): its names and config, without the head where it is tied."""
+    """Write Dream's format (bf16): its names and config, without the head if it is tied."""
     state: dict[str, Any] = model.model.state_dict()
     if model.model.config.tie_word_embeddings:
         state.pop(HEAD)
@@ -133,7 +131,7 @@ def save_dream(model: FullAttention, folder: str | Path) -> None:
 def fit_proxy(
     texts: Iterable[Sequence[int]], vocabulary: int, order: int = 3, least: int = 1
 ) -> NGram:
-    """The model of order ``order`` of ``texts`` (token ids below ``vocabulary``).
+    """The n-gram model of ``order`` of ``texts`` (token ids below ``vocabulary``).
 
     N-grams of two and more tokens seen fewer than ``least`` times are dropped, for size. Raises
     ``ValueError`` for ids outside the vocabulary and for sizes below 1.

@@ -1,7 +1,7 @@
-"""Diagnoses low acceptance: a drafter is compared with its target's own answers, as it is and under
-each common misreading of its interface, and with prompts in the template's form and in others.
+"""Diagnoses low acceptance: measures a drafter on its target's own answers, unchanged and under
+each common misreading of its interface, and with prompts in other forms than the chat template's.
 
-The value of a change is the gain in acceptance.
+A change is worth its gain in acceptance.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ SYSTEM = "You are a helpful assistant."
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Acceptance of the drafter's ``own`` reading and under ``changes``, the best first by tokens a
-    round at temperature 1, which few answers estimate better than those of greedy chains. ``asked``
-    holds the results for other forms of the prompts, by form.
+    """Acceptance under the drafter's ``own`` reading and under ``changes``, sorted by tokens a
+    round at temperature 1, which a few answers estimate better than greedy chains. ``asked`` holds
+    the results for other forms of the prompts, by form.
     """
 
     own: Followed
@@ -62,12 +62,12 @@ class Diagnosis:
 
     @property
     def best(self) -> tuple[Change, Followed] | None:
-        """The best change if it is worth making, else None."""
+        """The best change if its gain is worth it, else None."""
         return self._worth(self.changes)
 
     @property
     def better_asked(self) -> tuple[str, Followed] | None:
-        """The form of prompts with the highest acceptance, if it is worth changing to."""
+        """The form of prompts with the highest acceptance, if its gain is worth it, else None."""
         return self._worth(self.asked)
 
     def _worth(self, tried: Sequence[tuple[T, Followed]]) -> tuple[T, Followed] | None:
@@ -77,9 +77,9 @@ class Diagnosis:
 
 def diagnose(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Diagnosis:
     """The acceptance of a drafter under ``reading``, and under each change of it."""
-    own = followed(seen, reading, depth)
+    usual = followed(seen, reading, depth)
     tried = [(change, followed(seen, change.reading, depth)) for change in changes(reading, seen)]
-    return Diagnosis(own, sorted(tried, key=lambda pair: -pair[1].sampled))
+    return Diagnosis(usual, sorted(tried, key=lambda pair: -pair[1].sampled))
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,12 @@ class Examined:
 
     def diagnosis(self) -> Diagnosis:
         """The diagnosis of low acceptance."""
-        own = self._seen(self.questions.prompt)
-        reading = reading_of(self.network, own.target)
+        seen = self._seen(self.questions.prompt)
+        reading = reading_of(self.network, seen.target)
         others = [
-            (said, followed(self._seen(prompt), reading))
-            for said, prompt in self.questions.others()
+            (way, followed(self._seen(prompt), reading)) for way, prompt in self.questions.others()
         ]
-        return replace(diagnose(own, reading), asked=others)
+        return replace(diagnose(seen, reading), asked=others)
 
     def trace(self, temperature: float) -> Trace:
         """The acceptance of its drafts at a ``temperature``, as a trace."""
@@ -133,40 +132,40 @@ class Questions:
 def examined(
     model: str, drafter: str | None, data: Sequence[str] = (), questions: int = 16, seed: int = 0
 ) -> Examined:
-    """The ``drafter`` (a folder; None: the only one of its kind beside the ``model``), with
-    held-out ``questions`` of chats in ``data``, or Python code for a text model without.
+    """The ``drafter`` (a folder; None: the only drafter beside the ``model``), with held-out
+    ``questions`` from the chats in ``data`` or, for a text model without data, Python code.
 
     Raises ``ValueError`` for drafters that do not read the target's states.
     """
     folder = find_target(model)
-    place = find(drafter) if drafter else _beside(folder)
-    kind = "mtp" if place == folder and _own_layers(folder) else method_of(place)
+    drafter_folder = find(drafter) if drafter else _drafter_beside(folder)
+    kind = "mtp" if drafter_folder == folder and _own_layers(folder) else method_of(drafter_folder)
     if kind not in METHODS:
         raise ValueError(
             f"doctor follows drafters that read the target's states ({', '.join(METHODS)}), got "
-            f"{place} of method {kind or 'none'}"
+            f"{drafter_folder} of method {kind or 'none'}"
         )
     if sees(folder) and not data:
-        raise ValueError("data must be given of chats that show pictures; give --data FILE")
+        raise ValueError("data must be chats that show pictures, got none; give --data FILE")
     target = load_frozen(folder, "cpu", "float32")
-    network = load_drafter(kind, place, target.model)
+    network = load_drafter(kind, drafter_folder, target.model)
     with TemporaryDirectory() as out:
-        found = asked(folder, target, data, questions, Path(out), seed)
-    return Examined(place, kind, target, network, found)
+        asked_ways = asked(folder, target, data, questions, Path(out), seed)
+    return Examined(drafter_folder, kind, target, network, asked_ways)
 
 
-def _beside(folder: Path) -> Path:
+def _drafter_beside(folder: Path) -> Path:
     """The drafter that lies beside the model in ``folder``."""
-    places = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
-    found = [place for place in places if (place / "config.json").is_file()]
-    if _own_layers(folder) and places[METHODS.index("mtp")] not in found:
-        found.append(folder)
-    if len(found) != 1:
+    paths = [folder / "drafters" / KINDS[kind].place for kind in METHODS]
+    folders = [path for path in paths if (path / "config.json").is_file()]
+    if _own_layers(folder) and paths[METHODS.index("mtp")] not in folders:
+        folders.append(folder)
+    if len(folders) != 1:
         raise ValueError(
             f"{folder} must have one drafter of {', '.join(METHODS)} beside it, got "
-            f"{', '.join(place.name for place in found) or 'none'}; name it"
+            f"{', '.join(path.name for path in folders) or 'none'}; name it"
         )
-    return found[0]
+    return folders[0]
 
 
 def _own_layers(folder: Path) -> int:
@@ -177,15 +176,15 @@ def _own_layers(folder: Path) -> int:
 def asked(
     folder: Path, target: VLMTarget, data: Sequence[str], count: int, out: Path, seed: int
 ) -> Questions:
-    """``count`` questions that are not trained on, for the ``target`` in ``folder``."""
+    """``count`` questions outside the training data, for the ``target`` in ``folder``."""
     if data:
         source = Data(Places(list(data), conversations), 0.5, None, "skip", None)
         opened = source.opened(folder, lambda: target, out, seed, unanswered=True)
         others = partial(_otherwise, opened, count)
         return Questions(opened.prompts(count), opened.reader.stops, others)
     words = load_tokenizer(weights_folder(folder))
-    held = windows(text_stream(words, out, held_out=True), 0, count, PROMPT, seed)
-    prompt = VLMPrompt(padded(held.tolist()), LONGEST)
+    held_out = windows(text_stream(words, out, held_out=True), 0, count, PROMPT, seed)
+    prompt = VLMPrompt(padded(held_out.tolist()), LONGEST)
     return Questions(prompt, TextPipeline(target.model, words).ends(), lambda: iter(()))
 
 
@@ -198,18 +197,18 @@ def _otherwise(opened: Conversations, count: int) -> Iterator[tuple[str, VLMProm
     ]
     for thinking in (True, False):
         if reader.thinking_known:
-            other = copy.copy(reader)
-            other.tell(thinking)
-            ways.append((f"with{'' if thinking else 'out'} thinking", other, lambda chat: chat))
-    own = opened.prompts(count).rows()
-    for said, other, edit in ways:
-        prompt = opened.prompts(count, other, edit)
-        if prompt.rows() != own:
-            yield said, prompt
+            variant = copy.copy(reader)
+            variant.tell(thinking)
+            ways.append((f"with{'' if thinking else 'out'} thinking", variant, lambda chat: chat))
+    prompts = opened.prompts(count).rows()
+    for way, variant, edit in ways:
+        prompt = opened.prompts(count, variant, edit)
+        if prompt.rows() != prompts:
+            yield way, prompt
 
 
 def with_system(chat: Chat, text: str) -> Chat:
-    """``chat`` with the system prompt ``text`` for its own; without one if that is empty."""
+    """``chat`` with its system prompt replaced by ``text``, or removed if that is empty."""
     others = [message for message in chat.messages if message["role"] != "system"]
-    told = {"role": "system", "content": [{"type": "text", "text": text}]}
-    return replace(chat, messages=[*([told] if text else []), *others])
+    system = {"role": "system", "content": [{"type": "text", "text": text}]}
+    return replace(chat, messages=[*([system] if text else []), *others])

@@ -1,5 +1,6 @@
 """Block and EAGLE drafters of a LlamaGen (``drafter``), written to the model's ``drafters/``, and
-the acceptance that ``auto`` plans trees from. They learn on the fly: no feature files.
+the acceptance that ``auto`` plans trees from. They learn from states computed in each step: no
+feature files.
 
 Shape letters: M pictures, B batch, T tokens of a picture, A anchors a picture, K levels, N places,
 C width, F layers read, V vocabulary.
@@ -82,14 +83,14 @@ def drafter(
     if kind not in KINDS:
         raise unknown("kind", kind, KINDS)
     check_loss(loss)
-    place, result = drafter_folders(model, kind, replace)
+    source, result = drafter_folders(model, kind, replace)
     folder = writable(out or Path("runs") / kind)
     facts = facts_of(recipe)
     check_same(folder, facts)
     if kind != "block" and start is not None:
         raise ValueError(f"start goes with kind=block, got {kind}; leave it out")
     with one_first():
-        target, tokens, labels = _examples(place, data, folder, drawn, cfg, seed)
+        target, tokens, labels = _examples(source, data, folder, drawn, cfg, seed)
     read = _layers(aux_layers, target.config.n_layer)
     sizes: dict[str, Any] = dict(levels=levels, layers=layers, aux_layers=read, inner=inner)
     begun = None if start is None else load_block(start, target)
@@ -105,7 +106,7 @@ def drafter(
         options |= dict(noise=noise, ffn_dim=inner or None)
         head = train_eagle(target, tokens, labels, run, **options)
     else:
-        guided = (read_settings(LlamaGenSettings, place).cfg if cfg is None else cfg) > 1
+        guided = (read_settings(LlamaGenSettings, source).cfg if cfg is None else cfg) > 1
         # where the model is guided both branches draft: more than its own share has no class
         options |= dict(dropout=3 * CLASS_DROPOUT if guided else 0.0, start=begun)
         options |= dict(overlap_weight=overlap_weight, temperature=temperature)
@@ -115,42 +116,42 @@ def drafter(
         if first:
             save_drafters({kind: head}, result.parent, target, torch.bfloat16)
             if kind == "block":
-                _note_acceptance(place, target, head)
+                _note_acceptance(source, target, head)
     return {"kind": kind, "model": model, "steps": steps, "outputs": [str(result)]}
 
 
 def drafter_folders(model: str, kind: str, replace: bool) -> tuple[Path, Path]:
-    """The folder of a ``model`` that draws, and that of its drafter called ``kind``, which can be
-    written; raises ``ValueError`` if that exists and is not to be replaced.
+    """The folder of a picture ``model``, and the writable folder of its drafter ``kind``; raises
+    ``ValueError`` if the latter exists and ``replace`` is off.
     """
-    there = zoo.pocket_models().get(model, Path(model))
-    if picture_type(there) is not None:
+    folder = zoo.pocket_models().get(model, Path(model))
+    if picture_type(folder) is not None:
         raise ValueError(
             f"drafters are trained for LlamaGens, got {model}, a picture model of transformers: "
             "sjd and gsd need none"
         )
-    place = zoo.find(model, zoo.PIPELINE)
-    result = beside(model, place) / "drafters" / kind
+    source = zoo.find(model, zoo.PIPELINE)
+    result = beside(model, source) / "drafters" / kind
     if result.exists() and not replace:
-        raise ValueError(f"{result} exists, give --set replace=true to train another in its place")
+        raise ValueError(f"{result} exists already; give --set replace=true to replace it")
     writable(result.parent)
-    return place, result
+    return source, result
 
 
 def _layers(text: str, count: int) -> tuple[int, ...]:
-    """The layers in "4,9,14"; raises ``ValueError`` for one that the target does not have."""
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    if not all(part.isdecimal() and int(part) < count for part in found):
+    """The layers in ``text``, such as "4,9,14"; ``ValueError`` for layers beyond ``count``."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) < count for part in names):
         raise ValueError(
             f"aux_layers must be layers from 0 to {count - 1} with commas between, got {text!r}"
         )
-    return tuple(map(int, found))
+    return tuple(map(int, names))
 
 
 def _examples(
     model: Path, data: Open, out: Path, count: int, cfg: float | None, seed: int
 ) -> tuple[Any, Any, Any]:
-    """The target, tokens [M, 2, T] and labels [M]: those of the data, if any, followed by ``count``
+    """The target, tokens [M, 2, T] and labels [M]: from the data, if any, followed by ``count``
     pictures that the target draws.
     """
     target, vq = load_gpt(model / "transformer"), load_vq(model / "vq")
@@ -166,8 +167,8 @@ def _examples(
         parts.append((picture_tokens(vq, pictures.images, out), labels))
     if count:
         rows = torch.randint(len(labels), (count,), generator=torch.Generator().manual_seed(seed))
-        own = _draw(model, target, vq, labels[rows], out / "drawn", cfg, seed)
-        parts.append((own[:, None].repeat(1, 2, 1), labels[rows]))
+        drawn = _draw(model, target, vq, labels[rows], out / "drawn", cfg, seed)
+        parts.append((drawn[:, None].repeat(1, 2, 1), labels[rows]))
     tokens, labels = (torch.cat(part) for part in zip(*parts, strict=True))
     return target, tokens, labels
 
@@ -175,24 +176,24 @@ def _examples(
 def _draw(
     model: Path, target: Any, vq: Any, labels: Any, out: Path, cfg: float | None, seed: int
 ) -> Any:
-    """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, kept in ``out``
+    """Tokens [N, T] that the target draws for ``labels`` [N] by plain decoding, stored in ``out``
     batch by batch, so that an interrupted run continues.
     """
     settings = read_settings(LlamaGenSettings, model)
     pipe = LlamaGenPipeline(target, vq, {}, settings)
     pipe.set_progress_bar_config(disable=True)
-    own = [settings.cfg, settings.cfg_interval, settings.temperature]
-    own += [settings.top_k, settings.top_p]
-    place = out / made_by(target, labels.tolist(), cfg, seed, own)
+    options = [settings.cfg, settings.cfg_interval, settings.temperature]
+    options += [settings.top_k, settings.top_p]
+    cache = out / made_by(target, labels.tolist(), cfg, seed, options)
 
     def drawn(i: int, part: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(1_000_003 * seed + i)
-        given: dict[str, Any] = dict(batch_size=len(part), output_type="latent", cfg=cfg)
-        found: Tensor = pipe(part.tolist(), generator=generator, **given).tokens
-        return found
+        options: dict[str, Any] = dict(batch_size=len(part), output_type="latent", cfg=cfg)
+        tokens: Tensor = pipe(part.tolist(), generator=generator, **options).tokens
+        return tokens
 
     parts = enumerate(tqdm(labels.split(AT_ONCE), desc="draw"))
-    return torch.cat([kept(place / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
+    return torch.cat([kept(cache / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
 
 
 def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) -> None:
@@ -206,15 +207,15 @@ def _note_acceptance(model: Path, target: Any, head: Any, pictures: int = 32) ->
     table = measure_acceptance(head, judge, prompt, range(pictures))
     taus = dict(settings.taus)
     for name, method in JACOBI.items():
-        own, drafter, rule = assemble(method, judge, PictureParts())
-        uniforms = Uniforms.from_seeds(range(pictures), own.device)
-        *_, end = decode(own, drafter, rule, prompt, own.length, uniforms)
+        bound, drafter, rule = assemble(method, judge, PictureParts())
+        uniforms = Uniforms.from_seeds(range(pictures), bound.device)
+        *_, end = decode(bound, drafter, rule, prompt, bound.length, uniforms)
         taus[name] = round(end.stats.tau, 4)
     write_settings(dataclasses.replace(settings, acceptance=table, taus=taus), model)
 
 
 def picture_tokens(vq: Any, images: Any, out: Path) -> Any:
-    """Tokens [M, 2, T] of the pictures and their mirror images; ``out`` keeps them."""
+    """Tokens [M, 2, T] of the pictures and their mirror images, stored in ``out``."""
 
     def encode() -> Any:
         return encode_views(lambda x: vq.encode(x).indices.flatten(1), torch.from_numpy(images))
@@ -233,9 +234,8 @@ def kept_tokens(vq: Any, images: Any, file: Path, encode: Callable[[], Any]) -> 
 
 @dataclass(frozen=True)
 class Seen:
-    """The target's states on pictures: their ``tokens`` [B, T], the ``logits`` [B, T, V] of each,
-    the ``hidden`` states [B, T, C · (1 + F)] that these were scored from, and the tokens'
-    ``embedded`` inputs [B, T, C].
+    """The target's states on pictures: their ``tokens`` [B, T], the tokens' ``logits`` [B, T, V],
+    the ``hidden`` states [B, T, C · (1 + F)] before them, and their ``embedded`` inputs [B, T, C].
     """
 
     tokens: Tensor
@@ -270,11 +270,10 @@ def train_block(
 ) -> BlockHead:
     """Train on ``tokens`` [M, 2, T] with ``labels`` [M].
 
-    ``temperature`` is the one that pictures will be sampled at: the distributions compared are
-    softened or sharpened by it. A larger ``overlap_weight`` late in training buys acceptance with
-    calibration. ``dropout`` is the share of pictures shown without their class, which a drafter
-    needs where guidance makes it draft for both branches. ``start`` is a drafter to go on from, see
-    :func:`go_on_from`.
+    ``temperature`` is the sampling temperature of later use, applied to the compared distributions.
+    A larger ``overlap_weight`` late in training trades calibration for acceptance. ``dropout`` is
+    the share of pictures shown without their class, needed because under guidance a drafter drafts
+    for both branches. ``start`` is a drafter to continue from, see :func:`go_on_from`.
     """
     with seeded(seed):
         drafter = BlockHead(config)
@@ -289,15 +288,15 @@ def train_block(
         return block_loss(drafter, seen, target.output, at, temperature, loss, overlap_weight)
 
     def losses(classes: Tensor, pictures: Tensor, at: Tensor) -> Losses:
-        found, overlap = loss_of(classes, pictures, at)
-        return {"loss": found, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap)}}
+        losses, overlap = loss_of(classes, pictures, at)
+        return {"loss": losses, **{f"overlap_{d + 1}": o for d, o in enumerate(overlap)}}
 
     def drawn(generator: torch.Generator) -> Tensor:
         last = target.config.block_size - config.levels
         return torch.rand(batch, last, generator=generator).argsort(1)[:, :anchors]
 
-    given = (drafter, target, tokens, labels, run, losses, drawn)
-    _learn(*given, batch=batch, dropout=dropout, seed=seed)
+    common = (drafter, target, tokens, labels, run, losses, drawn)
+    _learn(*common, batch=batch, dropout=dropout, seed=seed)
     return drafter
 
 
@@ -314,8 +313,8 @@ def _learn(
     dropout: float,
     seed: int,
 ) -> None:
-    """Train ``head`` by the ``loss`` of classes [B], pictures [B, T] and random numbers ``drawn``
-    for each batch; a share ``dropout`` of the pictures is shown without its class.
+    """Train ``head`` by the ``loss`` of each batch's classes [B], pictures [B, T] and random
+    numbers ``drawn``; a share ``dropout`` of the pictures is shown without its class.
     """
 
     def step(i: int) -> Losses:
@@ -324,17 +323,17 @@ def _learn(
         mirrored = torch.randint(2, (batch,), generator=generator)
         dropped = torch.rand(batch, generator=generator) < dropout
         chosen = (rows, mirrored, dropped, drawn(generator))
-        rows, mirrored, dropped, own = map(share, chosen)
+        rows, mirrored, dropped, extra = map(share, chosen)
         classes = labels[rows].masked_fill(dropped, target.config.num_classes)
         with torch.autocast("cpu", torch.bfloat16):
-            return loss(classes, tokens[rows, mirrored], own)
+            return loss(classes, tokens[rows, mirrored], extra)
 
     fit(head, step, run, weight_decay=0.01)
 
 
 @torch.no_grad()
 def start_from(drafter: BlockHead, norm: Tensor) -> None:
-    """Make ``drafter`` begin where a feature is the target's hidden state and the final norm has
+    """Initialise ``drafter`` so that a feature is the target's hidden state, and the final norm has
     the target's weights ``norm`` [C].
     """
     width = drafter.config.target.dim
@@ -344,29 +343,29 @@ def start_from(drafter: BlockHead, norm: Tensor) -> None:
 
 @torch.no_grad()
 def go_on_from(drafter: BlockHead, other: BlockHead) -> None:
-    """Make ``drafter`` begin as ``other``.
+    """Initialise ``drafter`` from ``other``.
 
     Units of feed-forward layers that ``other`` lacks contribute nothing at first. Further levels
-    begin with the query of its last level, whose place is known from the cell alone. Raises
-    ``ValueError`` where the two differ in layers or auxiliary layers, and for levels and units that
+    begin with the query of its last level, because the cell gives their place. Raises
+    ``ValueError`` if the two differ in layers or auxiliary layers, and for levels and units that
     the drafter lacks.
     """
     config = drafter.config
     begun = other.config
-    wanted = replace(begun, levels=max(begun.levels, config.levels), inner=config.inner)
-    units = [one.inner or one.target.ffn_dim for one in (begun, config)]
-    if wanted != config or units[0] > units[1]:
+    extended = replace(begun, levels=max(begun.levels, config.levels), inner=config.inner)
+    units = [sizes.inner or sizes.target.ffn_dim for sizes in (begun, config)]
+    if extended != config or units[0] > units[1]:
         raise ValueError(
-            "drafter must go on from one of its layers and auxiliary layers, with no more than its "
+            "start must be a drafter with the same layers and auxiliary layers, and no more "
             f"levels and units, got one with {begun.levels} levels, {begun.layers} layers of "
             f"{units[0]} units, auxiliary layers {begun.aux_layers}"
         )
-    own = drafter.state_dict()
+    state = drafter.state_dict()
     for name, old in other.state_dict().items():
         if name.endswith("feed_forward.w2.weight"):
-            own[name].zero_()
-        own[name][tuple(slice(size) for size in old.shape)] = old
-    own["slots"][begun.levels :] = other.slots[-1]
+            state[name].zero_()
+        state[name][tuple(slice(size) for size in old.shape)] = old
+    state["slots"][begun.levels :] = other.slots[-1]
 
 
 def block_loss(
@@ -381,33 +380,33 @@ def block_loss(
     """The ``loss`` + ``overlap_weight`` · total variation, and the mean overlap Σ min(p, q) by
     level [K], for anchors ``at`` [B, A] of pictures that the target has ``seen``.
 
-    They compare the drafter's distribution of a level, given the true token before it, with the
-    target's there, both at ``temperature``. ``output`` gives logits [B, N, V] of states [B, N, C].
+    It compares the drafter's distribution at a level, given the true previous token, with the
+    target's, both at ``temperature``. ``output`` gives logits [B, N, V] of states [B, N, C].
 
-    At anchor a, whose root is token a, the features of positions up to a are seen and tokens a + 1
-    … a + K drafted.
+    At anchor a, whose root is token a, features up to position a are read and tokens a + 1 … a + K
+    drafted.
     """
     levels = drafter.config.levels
     count = seen.hidden.shape[1]
     features = drafter.features(seen.embedded, seen.hidden)  # e_i holds hidden i and token i
     order = torch.arange(count)[None]
-    wanted = at[..., None] + 1 + torch.arange(levels)  # [B, A, K] tokens drafted
+    ahead = at[..., None] + 1 + torch.arange(levels)  # [B, A, K] tokens drafted
     anchor = features.gather(1, at[..., None].expand(-1, -1, features.shape[-1]))
     x = torch.cat([features, drafter.queries(anchor, levels)], dim=1)  # [B, T + A·K, C]
-    cells = torch.cat([order.expand(len(at), -1), wanted.flatten(1)], dim=1)
+    cells = torch.cat([order.expand(len(at), -1), ahead.flatten(1)], dim=1)
     latest = torch.cat([order.expand(len(at), -1), at.repeat_interleave(levels, dim=1)], dim=1)
-    shown = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
-    bias = torch.zeros(shown.shape).masked_fill_(~shown, float("-inf"))
-    bias = F.pad(bias, (0, wanted[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
-    states = drafter(x, cells, bias, queries=wanted[0].numel())
-    previous = seen.tokens.gather(1, wanted.flatten(1) - 1)
+    visible = order[:, None] <= latest[..., None]  # [B, T + A·K, T]: nothing attends a query
+    bias = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+    bias = F.pad(bias, (0, ahead[0].numel()), value=float("-inf"))[:, None].to(seen.hidden.dtype)
+    states = drafter(x, cells, bias, queries=ahead[0].numel())
+    previous = seen.tokens.gather(1, ahead.flatten(1) - 1)
     drafted = output(drafter.read(states, previous)).float() / temperature  # [B, A·K, V]
-    places = wanted.flatten(1)[..., None].expand_as(drafted)
+    places = ahead.flatten(1)[..., None].expand_as(drafted)
     logits = seen.logits.gather(1, places).float() / temperature
-    found, overlap = compared(loss, logits, drafted)
+    losses, overlap = compared(loss, logits, drafted)
     if overlap_weight:
-        found = found + overlap_weight * compared("tv", logits, drafted)[0]
-    return found.mean(), overlap.unflatten(1, (-1, levels)).mean((0, 1))
+        losses = losses + overlap_weight * compared("tv", logits, drafted)[0]
+    return losses.mean(), overlap.unflatten(1, (-1, levels)).mean((0, 1))
 
 
 def measure_acceptance(
@@ -442,9 +441,9 @@ def train_eagle(
     """Train on ``tokens`` [M, 2, T] (both mirrorings) with ``labels`` [M].
 
     The head reads the target's hidden states, shifted by uniform noise in ±``noise`` · 256 / T, and
-    learns the next one and the distribution that the target's output head makes of it, as EAGLE
-    (arXiv 2401.15077) and LANTERN (2410.03355) train it. Token embeddings are the target's and stay
-    so. Raises ``ValueError`` for a target that is not class-conditional.
+    learns the next state and the output head's distribution on it, as EAGLE (arXiv 2401.15077) and
+    LANTERN (2410.03355). Token embeddings are the target's, frozen. Raises ``ValueError`` for a
+    target that is not class-conditional.
     """
     if target.config.model_type != "c2i":
         raise ValueError(f"target must be class-conditional (c2i), got {target.config.model_type}")
@@ -462,8 +461,8 @@ def train_eagle(
         shape = (batch, length - 1, target.config.dim)
         return (torch.rand(shape, generator=generator) - 0.5) * noise * 512 / length
 
-    given = (head, target, tokens, labels, run, torch.compile(loss_of), drawn)
-    _learn(*given, batch=batch, dropout=CLASS_DROPOUT, seed=seed)
+    common = (head, target, tokens, labels, run, torch.compile(loss_of), drawn)
+    _learn(*common, batch=batch, dropout=CLASS_DROPOUT, seed=seed)
     return head
 
 
@@ -473,12 +472,12 @@ def eagle_loss(
     """Loss and its parts (SmoothL1 of the states, the ``loss`` of the distributions) for pictures
     that the target has ``seen``, with ``shift`` [B, T - 1, C] added to the hidden states read.
 
-    ``output`` gives logits [B, N, V] of states [B, N, C]. ``overlap`` is the mean of Σ min(p, q):
-    how likely a single draft is accepted.
+    ``output`` gives logits [B, N, V] of states [B, N, C]. ``overlap`` is the mean of Σ min(p, q),
+    the probability that a single draft is accepted.
     """
     hidden = seen.hidden
     predicted = head(seen.embedded[:, :-1], hidden[:, :-1] + shift)
-    found, overlap = compared(loss, seen.logits[:, 1:], output(predicted))
+    losses, overlap = compared(loss, seen.logits[:, 1:], output(predicted))
     regression = F.smooth_l1_loss(predicted.float(), hidden[:, 1:].float())
-    total = regression + PROBS_WEIGHT * found.mean()
-    return {"loss": total, "smooth_l1": regression, loss: found.mean(), "overlap": overlap.mean()}
+    total = regression + PROBS_WEIGHT * losses.mean()
+    return {"loss": total, "smooth_l1": regression, loss: losses.mean(), "overlap": overlap.mean()}

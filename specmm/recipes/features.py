@@ -2,8 +2,8 @@
 2503.01840; ``eagle3``) and a target's own MTP layers (FastMTP, arXiv 2509.18362; ``mtp``).
 
 In step k of a rollout every slot reads the state that step k - 1 predicted for its place, and
-attends to the same slots as in drafting: the target's states of the text before the root, and the
-slots of the drafts after it. All slots are rolled out at once.
+attends to the same slots as in drafting: slots with the target's states up to the root, and slots
+of the drafts after it. All slots are rolled out at once.
 
 Shape letters: B batch, L positions, M slots that count, F layers read, C width, v the head's
 vocabulary.
@@ -93,7 +93,7 @@ def _loss(
     rolled: Rolled, output: Head, rollout: int, slots: int, loss: str
 ) -> Callable[[Seen, int], Losses]:
     """The loss of a step as a function of the target's states. At most ``slots`` random slots count
-    (0: all): a large vocabulary costs more than the layers.
+    (0: all), because a large vocabulary costs more than the layers.
     """
 
     def found(seen: Seen, step: int) -> Losses:
@@ -122,21 +122,21 @@ class RolledEagle3:
         """States [B, L, C] that a ``step`` predicts after tokens with ``embeddings`` [B, L, C], in
         one pass over all slots.
 
-        ``hidden`` [B, L, C] were predicted for the places before; keys and values of all steps so
-        far are in ``past``.
+        ``hidden`` [B, L, C] were predicted for the previous places; ``past`` holds the keys and
+        values of all steps so far.
         """
         bias = rollout_bias(embeddings.shape[1], step).to(hidden)
-        found: Tensor = self.head(self.head.slots(embeddings, hidden), None, bias, past)
-        return found
+        states: Tensor = self.head(self.head.slots(embeddings, hidden), None, bias, past)
+        return states
 
 
 class RolledMtp:
     """The MTP ``layers`` of ``target`` in training; methods as in :class:`RolledEagle3`.
 
-    A single layer reads its own predictions in every step. With several, each drafts one token: its
-    slots read the predictions of the layer before, and attend to its own slots of the text. Raises
-    ``ValueError`` for a ``rollout`` of more steps than such layers, and for layers that attend a
-    window.
+    A single layer reads its own predictions in every step. Of several layers, each drafts one
+    token: its slots read the previous layer's predictions, and attend to its own slots of the text.
+    Raises ``ValueError`` for a ``rollout`` of more steps than such layers, and for layers with
+    windows.
     """
 
     def __init__(self, layers: MtpLayers, target: VLMTarget, rollout: int) -> None:
@@ -146,7 +146,7 @@ class RolledMtp:
                 "drafts one token"
             )
         if any(layers.windows()):
-            raise ValueError("MTP layers that are trained must attend all tokens, got a window")
+            raise ValueError("trained MTP layers must have full attention, got a sliding window")
         self.layers = layers
         self.network: nn.Module = layers.model.layers.float().requires_grad_()
         self.target = target
@@ -161,7 +161,7 @@ class RolledMtp:
         number = min(step, self.layers.count - 1)
         bias = rollout_bias(embeddings.shape[1], step if self.layers.count == 1 else 0)
         positions = torch.arange(1, embeddings.shape[1] + 1, device=embeddings.device)[None]
-        found: Tensor = model.layers[number](
+        states: Tensor = model.layers[number](
             embeddings,
             hidden,
             position_embeddings=model.rotary_emb(embeddings, position_ids=positions),
@@ -169,7 +169,7 @@ class RolledMtp:
             position_ids=positions,
             **{cache_name(model.layers[number]): past},
         )
-        return model.shared_post_norm(found) if model.use_shared_post_norm else found
+        return model.shared_post_norm(states) if model.use_shared_post_norm else states
 
     def logits(self, states: Tensor) -> Tensor:
         """The target's logits [..., V] of ``states`` [..., C]."""
@@ -184,8 +184,8 @@ def build_eagle3(
 ) -> Eagle3Head:
     """A head of ``layers`` for ``target`` that reads the usual three of its layers.
 
-    ``inner`` is the width of its feed-forward layers where it is not the target's, ``ids`` [v] the
-    target's tokens that it drafts (None: all). Its vocabulary begins with the target's rows.
+    ``inner`` is the width of its feed-forward layers (0: the target's), ``ids`` [v] the target's
+    tokens that it drafts (None: all). Its tables are initialised with the target's rows.
     """
     chosen = layers_read(len(target.family.layers))
     sizes = layer_sizes(LlamaConfig, target, layers, inner)
@@ -202,12 +202,12 @@ def build_eagle3(
 
 
 def layer_sizes(kind: Any, target: VLMTarget, layers: int, inner: int, **more: Any) -> Any:
-    """A config of a ``kind`` for ``layers`` of a drafter, as wide as the ``target``'s and ``inner``
-    wide within (0: as the target's); ``more`` are other sizes.
+    """A config of class ``kind`` for ``layers`` layers of a drafter, as wide as the ``target``'s,
+    with feed-forward width ``inner`` (0: the target's); ``more`` are other sizes.
     """
     config = target.family.config
     heads = config.num_attention_heads
-    found: dict[str, Any] = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=target.family.vocabulary,
         hidden_size=config.hidden_size,
         intermediate_size=inner or target.family.inner,
@@ -221,18 +221,18 @@ def layer_sizes(kind: Any, target: VLMTarget, layers: int, inner: int, **more: A
         attn_implementation="sdpa",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )
-    return kind(**found | more)
+    return kind(**sizes | more)
 
 
 def spread(network: nn.Module, sizes: Any) -> None:
-    """Give the matrices of an untrained ``network`` random weights as its ``sizes`` say."""
+    """Initialise the matrices of ``network`` randomly, with the range in ``sizes``."""
     for weight in network.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, 0, sizes.initializer_range)
 
 
 def some_of(mask: Tensor, count: int, seed: int) -> Tensor:
-    """``mask`` [B, L] with at most ``count`` of its places, drawn at random."""
+    """``mask`` [B, L] reduced to at most ``count`` random places."""
     noise = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)).to(mask.device)
     order = noise.masked_fill(~mask, 2).flatten().argsort()[:count]
     chosen = torch.zeros_like(mask).flatten()
@@ -256,8 +256,8 @@ def rollout_loss(
         states = rolled.advance(k, seen.embeddings, hidden, past)
         drafted.append(states[seen.mask])
         hidden = F.pad(states[:, :-1], (0, 0, 1, 0))
-    wanted = seen.hidden.roll(-1, 1)[seen.mask]
-    losses, overlaps = of_drafts(loss, output, rolled.logits, wanted, torch.stack(drafted, 1))
+    truth = seen.hidden.roll(-1, 1)[seen.mask]
+    losses, overlaps = of_drafts(loss, output, rolled.logits, truth, torch.stack(drafted, 1))
     weights = decay ** torch.arange(rollout, device=losses.device)
     overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}
     mean = (losses * weights).sum() / weights.sum()  # a product of matrices would be in bfloat16
@@ -267,12 +267,12 @@ def rollout_loss(
 def rollout_bias(length: int, step: int) -> Tensor:
     """Additive mask [1, 1, L, (step + 1)·L] of the slots in a ``step`` of the rollout.
 
-    Slot p began at place p - step: it sees the first step's slots up to there, and of each later
-    step the one slot of its own path.
+    Slot p began at place p - step: it attends to the first step's slots up to there and, of each
+    later step, to the one slot of its own path.
     """
     query = torch.arange(length)[:, None]
-    place = torch.arange(length)
-    seen = [place <= query - step]
-    seen += [place == query - step + i for i in range(1, step + 1)]
+    key = torch.arange(length)
+    visible = [key <= query - step]
+    visible += [key == query - step + i for i in range(1, step + 1)]
     bias = torch.zeros(length, (step + 1) * length)
-    return bias.masked_fill_(~torch.cat(seen, dim=1), float("-inf"))[None, None]
+    return bias.masked_fill_(~torch.cat(visible, dim=1), float("-inf"))[None, None]

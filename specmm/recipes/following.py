@@ -1,7 +1,7 @@
-"""A drafter followed along its target's own answers: all of its chains without decoding.
+"""Follows a drafter along its target's own answers: all of its chains, without decoding.
 
-The target answers, and its states on these answers are computed once. A drafter then goes on from
-every token at once, its own states below the first draft (as in training).
+The target answers, and its states on these answers are computed once. A drafter then drafts from
+every token at once, using its own states below the first draft (as in training).
 
 Shape letters: B answers, L positions, D drafts of a chain, C width, F layers read, V vocabulary,
 v the drafter's, R roots (tokens after which there is a draft), K ranks, A anchors.
@@ -52,7 +52,8 @@ class Evidence:
     """A target's states on its answers: ``tokens`` [B, L] and their ``embeddings`` [B, L, C], of
     which ``image`` [B, L] belong to pictures, the outputs of all its ``layers`` and the last states
     ``hidden`` [B, L, C], where its answers ``begin`` [B], how ``long`` they are [B], and the
-    ``probs`` [B, L, V] of the next token: those that answers were drawn from, or at temperature 1.
+    ``probs`` [B, L, V] of the next token: the distributions that answers were drawn from or, for
+    greedy answers, those at temperature 1.
     """
 
     target: VLMTarget
@@ -73,22 +74,20 @@ class Evidence:
 
     @property
     def roots(self) -> Tensor:
-        """Slots [B, L] after which there is a draft of an answer: the next token is of one, and
-        not its last.
-        """
+        """Slots [B, L] whose next token is an answer's, but not its last: a draft follows."""
         following = self.place + 1
         last = (self.begin + self.long - 1)[:, None]
         return (following >= self.begin[:, None]) & (following < last)
 
     def chains(self, values: Tensor) -> Tensor:
-        """``values`` [D, B, L, …] along the chain of each root [R, D, …]; 0 past its answer."""
+        """``values`` [D, B, L, …] along the chain of each root [R, D, …]; 0 beyond its answer."""
         rows, slots = self.roots.nonzero(as_tuple=True)
         last = (self.begin + self.long - 3)[rows]  # the slot of an answer's last draft
         depth = torch.arange(len(values), device=slots.device)
-        place = slots[:, None] + depth  # [R, D]
-        kept = values[depth, rows[:, None], place.clamp(max=values.shape[2] - 1)]
-        there = place <= last[:, None]
-        return kept * there.view(*there.shape, *([1] * (kept.ndim - 2)))
+        slot = slots[:, None] + depth  # [R, D]
+        chain = values[depth, rows[:, None], slot.clamp(max=values.shape[2] - 1)]
+        inside = slot <= last[:, None]
+        return chain * inside.view(*inside.shape, *([1] * (chain.ndim - 2)))
 
 
 @torch.inference_mode()
@@ -99,7 +98,7 @@ def evidence(
     and distributions on them.
     """
     target = VLMTarget(model, Processor(temperature), "target")
-    given, prompt = prompt, prompt.to(target.device, target.dtype)
+    on_cpu, prompt = prompt, prompt.to(target.device, target.dtype)
     stop = EndTokens(ends, target.device)
     length = prompt.max_new_tokens
     *_, end = decode_plain(target, prompt, length, row_uniforms(prompt), stop=stop)
@@ -108,15 +107,15 @@ def evidence(
         list(takewhile(lambda i: i not in pictures, end.row(row).tolist()))
         for row in range(len(end.tokens))
     ]
-    whole, _ = answered(given, texts, [[True] * len(ids) for ids in texts])
+    together, _ = answered(on_cpu, texts, [[True] * len(ids) for ids in texts])
     target.wants_context = True
     aux = AuxStates(list(target.family.layers), lambda: target.running)
-    target.prefill(replace(whole, max_new_tokens=1).to(target.device, target.dtype), 0)
+    target.prefill(replace(together, max_new_tokens=1).to(target.device, target.dtype), 0)
     context = target.context
     assert context is not None
     return Evidence(
         target,
-        whole.input_ids.to(target.device),
+        together.input_ids.to(target.device),
         context.embeddings,
         context.image_mask,
         [target.ordered(states) for states in aux.seen if states is not None],
@@ -131,8 +130,8 @@ def evidence(
 @dataclass(frozen=True)
 class Reading:
     """A way to read a drafter's interface: its ``network``, the target's ``layers`` whose outputs
-    it reads (none: the last states; ``normed`` or not, None: unchanged), the places by which tokens
-    are shifted (``late``), and the ids [v] of its tokens (None: all).
+    it reads (empty: the last states; ``normed`` or not, None: as usual), the places by which tokens
+    are shifted (``late``), and the ``ids`` [v] of its tokens (None: all).
     """
 
     network: Any
@@ -153,10 +152,10 @@ class Reading:
         if self.layers:
             each = [self._layer(seen, i) for i in self.layers]
             each = [norm(x) for x in each] if self.normed else each
-            found = torch.cat(each, dim=-1)
+            states = torch.cat(each, dim=-1)
         else:
-            found = seen.layers[-1] if self.normed is False else seen.hidden
-        return found.roll(self.late, 1) if self.late else found
+            states = seen.layers[-1] if self.normed is False else seen.hidden
+        return states.roll(self.late, 1) if self.late else states
 
     def _layer(self, seen: Evidence, number: int) -> Tensor:
         return seen.layers[number]
@@ -165,8 +164,8 @@ class Reading:
 @dataclass(frozen=True)
 class HeadReading(Reading):
     """A head that predicts states one after the other, bound to its target, with attention to a
-    ``window`` (0: to all); it may count positions without pictures (``skips``) and read pictures'
-    slots ``as_text``.
+    ``window`` (0: everywhere). It may count positions without pictures (``skips``) and read
+    pictures' slots ``as_text``.
     """
 
     network: BoundNetwork
@@ -197,15 +196,15 @@ class HeadReading(Reading):
 
     def _read(self, seen: Evidence) -> Tensor:
         """The states of prompts and answers [B, L, C] that the head reads."""
-        said = self.network.embed(seen.tokens.clamp(max=seen.probs.shape[-1] - 1))
-        asked = self.network.prompt_embeddings(seen.tokens, seen.embeddings)
-        return torch.where((seen.place >= seen.begin[:, None])[..., None], said, asked)
+        from_text = self.network.embed(seen.tokens.clamp(max=seen.probs.shape[-1] - 1))
+        embeddings = self.network.prompt_embeddings(seen.tokens, seen.embeddings)
+        return torch.where((seen.place >= seen.begin[:, None])[..., None], from_text, embeddings)
 
 
 @dataclass(frozen=True)
 class BlockReading(Reading):
-    """A drafter of whole blocks of ``size`` places after the token ``mask``, the first of which
-    drafts, too, if it is the ``anchor``; layers see what ``reaches`` say (none: everything).
+    """A drafter of blocks of ``size`` places with the token ``mask``; the first place drafts, too,
+    if it is the ``anchor``. Layers attend within their ``reaches`` (empty: everywhere).
     """
 
     network: DFlash
@@ -233,33 +232,33 @@ class BlockReading(Reading):
             if source.next_logits is not None:
                 before = seen.tokens.gather(1, (anchors + k).clamp(max=length - 1))
                 place, memory = source.next_logits(place, before, memory)
-            found = place.new_zeros(len(place), length, place.shape[-1])
+            by_slot = place.new_zeros(len(place), length, place.shape[-1])
             slot = slots + k
-            there = slot < length
-            own = place[rows, slots - first[rows]]
-            yield found.index_put((rows[there], slot[there]), own[there])
+            inside = slot < length
+            anchor_states = place[rows, slots - first[rows]]
+            yield by_slot.index_put((rows[inside], slot[inside]), anchor_states[inside])
 
     def _layer(self, seen: Evidence, number: int) -> Tensor:
         last = number == len(seen.layers) - 1 and self.network.config.normed
         return seen.hidden if last and self.normed is None else seen.layers[number]
 
     def _network(self) -> DFlash:
-        """The network with the tokens that this reading has it draft."""
-        own = self.network.ids
-        if self.ids is None or own is None or torch.equal(self.ids, own):
+        """The network, set to draft the tokens of this reading."""
+        ids = self.network.ids
+        if self.ids is None or ids is None or torch.equal(self.ids, ids):
             return self.network
-        made = copy.copy(self.network)
-        made._buffers = dict(made._buffers)
+        network = copy.copy(self.network)
+        network._buffers = dict(network._buffers)
         count = torch.arange(len(self.ids), device=self.ids.device)
-        made.d2t = self.ids - count
-        made.t2d = made.t2d.clone().fill_(len(count)).scatter(0, self.ids, count)
-        return made
+        network.d2t = self.ids - count
+        network.t2d = network.t2d.clone().fill_(len(count)).scatter(0, self.ids, count)
+        return network
 
 
 @dataclass(frozen=True)
 class LayerReading(Reading):
-    """MTP layers: each drafts at its depth, and the last one at all deeper levels, too. If they
-    pass on unnormed states, ``norms`` are applied before the head.
+    """MTP layers: each drafts at its depth, and the last one also at all deeper levels. If they
+    pass on states without a norm, ``norms`` are applied before the head.
     """
 
     network: MtpLayers
@@ -277,13 +276,13 @@ class LayerReading(Reading):
         read = self.states(seen)
         for step in range(depth):
             number = min(step, len(layers.model.layers) - 1)
-            own = step - number  # times that the last layer has read its own predictions
-            cache.aim(own * length, (own + 1) * length)
-            bias = rollout_bias(length, own).to(following)
+            repeats = step - number  # times that the last layer has read its own predictions
+            cache.aim(repeats * length, (repeats + 1) * length)
+            bias = rollout_bias(length, repeats).to(following)
             slots.aim(seen.place, places + 1, bias)
             states = slots.run(number, following, read)
-            found = layers.predicted(states)
-            yield target.head(self.norms[number](found) if self.norms else found).float()
+            predicted = layers.predicted(states)
+            yield target.head(self.norms[number](predicted) if self.norms else predicted).float()
             read = F.pad(states[:, :-1], (0, 0, 1, 0))
 
 
@@ -298,20 +297,18 @@ def reading_of(network: Any, target: VLMTarget) -> HeadReading | BlockReading | 
     if isinstance(network, DFlash):
         config = network.config
         DFlashSource(network, target)  # raises where it does not fit
-        own: dict[str, Any] = dict(size=config.block, mask=config.mask, anchor=config.anchor)
-        return BlockReading(network, config.layers, network.ids, **own, reaches=config.reaches)
+        sizes: dict[str, Any] = dict(size=config.block, mask=config.mask, anchor=config.anchor)
+        return BlockReading(network, config.layers, network.ids, **sizes, reaches=config.reaches)
     bound = network.bound(target)
     if bound.mask is not None:
-        raise ValueError(
-            "doctor follows drafters that draft one token a pass, got one with a mask token"
-        )
+        raise ValueError("doctor needs a drafter of one token a pass, got one with a mask token")
     return HeadReading(bound, tuple(bound.layers), bound.vocabulary.ids)
 
 
 @dataclass(frozen=True)
 class Followed:
-    """For each slot's draft at each depth: whether it is the target's own token, ``token`` [D, B,
-    L], and the ``overlap`` Σ min(p, q) with the target's distribution [D, B, L].
+    """For each slot's draft at each depth: whether it equals the target's token (``token`` [D, B,
+    L]), and its ``overlap`` Σ min(p, q) with the target's distribution [D, B, L].
     """
 
     seen: Evidence
@@ -325,81 +322,81 @@ class Followed:
 
     @property
     def sampled(self) -> float:
-        """Tokens a round at temperature 1, were all tokens as likely to be a root."""
+        """Tokens a round at temperature 1, if all tokens are equally likely to be roots."""
         products = self.seen.chains(self.overlap).cumprod(1)
-        return 1 + float((products.sum(0) / self._there.sum(0).clamp(min=1)).sum())
+        return 1 + float((products.sum(0) / self._in_answer.sum(0).clamp(min=1)).sum())
 
     @property
     def by_depth(self) -> list[float]:
-        """How often a draft at each depth is accepted, given that those before it are."""
-        kept = self.seen.chains(self.token.float()).cumprod(1)
-        tried = F.pad(kept[:, :-1], (1, 0), value=1.0) * self._there
-        found: list[float] = (kept.sum(0) / tried.sum(0).clamp(min=1)).tolist()
-        return found
+        """How often a draft at each depth is accepted, given that all earlier drafts are."""
+        accepted = self.seen.chains(self.token.float()).cumprod(1)
+        tried = F.pad(accepted[:, :-1], (1, 0), value=1.0) * self._in_answer
+        shares: list[float] = (accepted.sum(0) / tried.sum(0).clamp(min=1)).tolist()
+        return shares
 
     @property
-    def _there(self) -> Tensor:
-        """1 [R, D] where a chain's draft is of its answer, 0 past that."""
+    def _in_answer(self) -> Tensor:
+        """1 [R, D] where a chain's draft belongs to its answer, 0 beyond."""
         return self.seen.chains(torch.ones_like(self.overlap))
 
     def parts(self) -> dict[str, float]:
-        """How often the first draft is accepted, by the part of the text that it belongs to."""
-        place, roots = self.seen.place.expand_as(self.token[0]), self.seen.roots
-        begins = place < self.seen.begin[:, None]  # the root is an answer's first token
-        middle = place[roots].float().median()
+        """How often the first draft is accepted, by the part of the text that it is in."""
+        depth, roots = self.seen.place.expand_as(self.token[0]), self.seen.roots
+        begins = depth < self.seen.begin[:, None]  # the root is an answer's first token
+        middle = depth[roots].float().median()
         kinds = {
             "second words of answers": begins,
             "later words": ~begins,
-            f"after at most {int(middle)} tokens": place <= middle,
-            "after more": place > middle,
+            f"after at most {int(middle)} tokens": depth <= middle,
+            "after more": depth > middle,
         }
         first = self.token[0].float()
-        found = {name: first[roots & own] for name, own in kinds.items()}
-        return {name: float(values.mean()) for name, values in found.items() if len(values)}
+        parts = {name: first[roots & of_kind] for name, of_kind in kinds.items()}
+        return {name: float(values.mean()) for name, values in parts.items() if len(values)}
 
 
 @torch.inference_mode()
 def followed(seen: Evidence, reading: Reading, depth: int = DEPTH) -> Followed:
     """The chains of a drafter under ``reading``, from every token of the answers."""
     probs = seen.probs.roll(-1, 1)  # distributions of the token of a slot's first draft
-    wanted = likeliest(probs)
+    target_tokens = likeliest(probs)
     ids = reading.ids
-    own = probs if ids is None else probs[..., ids]
+    target_probs = probs if ids is None else probs[..., ids]
     tokens, overlaps = [], []
     for logits in reading.drafted(seen, depth):
         best = likeliest(logits)
-        tokens.append((best if ids is None else ids[best]) == wanted)
-        overlaps.append(torch.minimum(own, logits.softmax(-1)).sum(-1))
+        tokens.append((best if ids is None else ids[best]) == target_tokens)
+        overlaps.append(torch.minimum(target_probs, logits.softmax(-1)).sum(-1))
     return Followed(seen, torch.stack(tokens), torch.stack(overlaps))
 
 
 @torch.inference_mode()
 def trace(seen: Evidence, reading: Reading, facts: dict[str, Any], depth: int = LEVELS) -> Trace:
-    """The acceptance of drafts by rank: of the likeliest tokens for greedy answers, else of drafts
+    """The acceptance of drafts by rank: for greedy answers of the likeliest tokens, else of drafts
     drawn without replacement and verified in turn.
     """
     vocabulary = DrafterVocabulary(seen.probs.shape[-1], reading.ids)
     ranks = min(RANKS, vocabulary.count)
-    given = seen.tokens.roll(-2, 1)  # the token that a slot's first draft is of
+    following_tokens = seen.tokens.roll(-2, 1)  # the token that a slot's first draft is of
     roots = seen.roots
     to_probs = drafting_probs(seen.target, vocabulary)
     probs = seen.probs.roll(-1, 1)[roots]  # [R, V]
     generator = torch.Generator(probs.device).manual_seed(0)
-    kept = []
+    matched = []
     for logits in reading.drafted(seen, depth):
-        own, following = logits[roots], given[roots]
+        at_roots, following = logits[roots], following_tokens[roots]
         if seen.target.processor.greedy:
-            found = vocabulary.to_target(largest(own, ranks)[1]) == following[:, None]
+            matches = vocabulary.to_target(largest(at_roots, ranks)[1]) == following[:, None]
         else:
-            parts = [x.split(CACHED) for x in (probs, own, following)]
-            each = [
+            parts = [x.split(CACHED) for x in (probs, at_roots, following)]
+            matches_of_parts = [
                 chances(p, vocabulary.spread(to_probs(x)), token, ranks, generator)
                 for p, x, token in zip(*parts, strict=True)
             ]
-            found = torch.cat(each)
+            matches = torch.cat(matches_of_parts)
         empty = probs.new_zeros(*roots.shape, ranks)
-        kept.append(empty.masked_scatter(roots[..., None], found.float()))
-    return traced(seen, torch.stack(kept), facts)
+        matched.append(empty.masked_scatter(roots[..., None], matches.float()))
+    return traced(seen, torch.stack(matched), facts)
 
 
 def traced(seen: Evidence, kept: Tensor, facts: dict[str, Any]) -> Trace:
@@ -408,28 +405,28 @@ def traced(seen: Evidence, kept: Tensor, facts: dict[str, Any]) -> Trace:
     return Trace(seen.chains(kept.float()).cpu(), *counts, facts)
 
 
-def chances(p: Tensor, q: Tensor, given: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
+def chances(p: Tensor, q: Tensor, tokens: Tensor, ranks: int, generator: torch.Generator) -> Tensor:
     """The probability [R, K] that the draft of each rank is accepted, if the next token is
-    ``given`` [R], drawn from ``p`` [R, V], and drafts are drawn from ``q`` [R, V] without
+    ``tokens`` [R], drawn from ``p`` [R, V], and drafts are drawn from ``q`` [R, V] without
     replacement and verified in turn (:class:`specmm.verify.Recursive`).
 
-    An unbiased estimate: the rejected drafts are averaged over by drawing one each time.
+    An unbiased estimate: each rejected draft is drawn once instead of averaging over all.
     """
-    at = given[:, None]
-    whole = p.gather(1, at).clamp(min=1e-30)
-    left = p.clone()  # the part of p that drafts so far have not taken
-    found = []
+    at = tokens[:, None]
+    probs = p.gather(1, at).clamp(min=1e-30)
+    remaining = p.clone()  # the part of p that drafts so far have not taken
+    columns = []
     for _ in range(ranks):
-        offered = left.sum(1, keepdim=True) * q
-        found.append((torch.minimum(left, offered).gather(1, at) / whole)[:, 0])
-        left -= offered
-        refused = (-left).clamp_(min=0)
+        offered = remaining.sum(1, keepdim=True) * q
+        columns.append((torch.minimum(remaining, offered).gather(1, at) / probs)[:, 0])
+        remaining -= offered
+        refused = (-remaining).clamp_(min=0)
         uniform = torch.rand(len(p), generator=generator, device=p.device)
         token = categorical(refused, uniform)  # any where none can be refused: nothing is left then
-        left.clamp_(min=0)
+        remaining.clamp_(min=0)
         q = q.scatter(1, token[:, None], 0.0)
         q /= q.sum(1, keepdim=True).clamp(min=1e-30)
-    return torch.stack(found, 1).clamp(0, 1)
+    return torch.stack(columns, 1).clamp(0, 1)
 
 
 def _bias(length: int, step: int, window: int) -> Tensor:
@@ -439,14 +436,14 @@ def _bias(length: int, step: int, window: int) -> Tensor:
         F.pad(rollout_bias(length, k)[0, 0], (0, wide - (k + 1) * length), value=-torch.inf)
         for k in range(step + 1)
     ]
-    found = torch.cat(rows)
+    bias = torch.cat(rows)
     if window:
-        place = torch.arange(length).repeat(step + 1)
-        found = found.masked_fill(place[:, None] - place >= window, -torch.inf)
-    return found[None, None]
+        position = torch.arange(length).repeat(step + 1)
+        bias = bias.masked_fill(position[:, None] - position >= window, -torch.inf)
+    return bias[None, None]
 
 
 def final_norm(target: VLMTarget) -> Callable[[Tensor], Tensor]:
     """The target's norm after its last layer; the identity if it has none of a usual name."""
-    found = getattr(target.family.decoder, "norm", None)
-    return found if isinstance(found, nn.Module) else lambda states: states
+    norm = getattr(target.family.decoder, "norm", None)
+    return norm if isinstance(norm, nn.Module) else lambda states: states

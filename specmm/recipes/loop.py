@@ -3,8 +3,8 @@ a loss curve on disk.
 
 ``fit`` calls ``step(i)`` for i = 0, 1, …; a step draws its own batch from i alone, so that a
 resumed run continues exactly where the killed one stopped. Under ``torchrun`` or ``accelerate
-launch`` each process takes its :func:`share` of a batch's rows, and gradients are those of the
-whole batch.
+launch`` each process takes its :func:`share` of a batch's rows; gradients are those of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Run:
-    """How a training runs: ``steps`` of at most the learning rate ``lr``, reached after ``warmup``
-    steps, the gradients of ``accumulate`` batches each.
+    """How a training runs: ``steps`` steps with learning rates up to ``lr``, reached after
+    ``warmup`` steps, each with the gradients of ``accumulate`` batches.
 
-    ``out/checkpoint.pt`` is written every ``save_every`` seconds, at signals and at the end, the
-    one before it stays as ``previous.pt``. ``measure`` (if any) is called every ``measure_every``
-    steps, and the weights with the highest ``tau`` are kept in the end. ``made_of`` are facts by
-    name that must equal a checkpoint's. ``tracker`` is one of accelerate's, by name.
+    ``out/checkpoint.pt`` is written every ``save_every`` seconds, at signals and at the end; the
+    previous checkpoint stays as ``previous.pt``. ``measure`` (if any) is called every
+    ``measure_every`` steps, and the weights with the highest ``tau`` are the result. ``made_of``
+    are facts by name that must equal a checkpoint's. ``tracker`` is the name of one of accelerate's
+    trackers.
     """
 
     out: Path
@@ -67,7 +68,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The latest."""
+        """The latest checkpoint's file."""
         return self.out / "checkpoint.pt"
 
 
@@ -107,8 +108,8 @@ def share(rows: Rows) -> Rows:
 
 @contextmanager
 def one_first() -> Iterator[bool]:
-    """A block that the first process runs before the others, so that they find its files; yields
-    whether this is the first.
+    """A block that the first process runs before the others, which then find its files; yields
+    whether this is the first process.
     """
     processes = _processes()
     if processes is None:
@@ -123,9 +124,9 @@ def kept(file: Path, make: Callable[[], Tensor], key: str = "") -> Tensor:
     returns, which are then stored.
     """
     if file.exists():
-        found: Any = torch.load(file, weights_only=True)
-        if found["key"] == key:
-            return found["tokens"]
+        checkpoint: Any = torch.load(file, weights_only=True)
+        if checkpoint["key"] == key:
+            return checkpoint["tokens"]
     tokens = make()
     file.parent.mkdir(parents=True, exist_ok=True)
     with whole(file) as stream:
@@ -139,16 +140,16 @@ def rank() -> tuple[int, int]:
 
 
 def own_device(name: str | None) -> str | None:
-    """``name``, or this process's card where there are several processes and cards."""
+    """``name``, or this process's GPU if there are several processes and GPUs."""
     if name is None and rank()[1] > 1 and torch.cuda.is_available():
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return name
 
 
 def _processes() -> Any:
-    """accelerate's state where there are several processes (``torchrun``, ``accelerate launch``).
+    """accelerate's state if there are several processes (``torchrun``, ``accelerate launch``).
 
-    Raises ``ValueError`` where it is not installed.
+    Raises ``ValueError`` if accelerate is not installed.
     """
     if rank()[1] == 1:
         return None
@@ -170,11 +171,11 @@ def fit(
 ) -> None:
     """Minimise ``step(i)["loss"]`` over the parameters of ``model`` with AdamW, as ``run`` says.
 
-    A run that finds a checkpoint in its folder resumes, by as many threads as it was begun with.
-    With a learning rate for ``muon`` (https://kellerjordan.github.io/posts/muon) it trains the
-    matrices of numbered layers, which takes fewer steps. Raises ``ValueError`` when the loss or a
-    weight is no longer finite (the checkpoint stays good), where nothing can be written, and for a
-    checkpoint of another training.
+    A run that finds a checkpoint in its folder resumes, with its number of threads. If ``muon`` has
+    a learning rate, Muon (https://kellerjordan.github.io/posts/muon) trains the matrices of
+    numbered layers, which takes fewer steps. Raises ``ValueError`` if the loss or a weight is no
+    longer finite (the checkpoint stays good), if nothing can be written, and for a checkpoint of
+    another training.
     """
     run.out.mkdir(parents=True, exist_ok=True)
     loop = _Loop(model, step, run, _optimizers(model, run.lr, betas, weight_decay, muon), clip)
@@ -218,7 +219,7 @@ class _Loop:
         log = _Log(run, first, self.first)
         saved = time.monotonic()
         for i in log.bar:
-            losses, stop = self._one(i, received)
+            losses, stop = self._run_step(i, received)
             values: dict[str, float] = {}
             if i % RECORDED == 0 or i + 1 == run.steps:
                 values = {name: float(value) for name, value in losses.items()}
@@ -236,61 +237,61 @@ class _Loop:
             self.model.load_state_dict(self.best[1])
         log.end()
 
-    def _one(self, i: int, received: list[signal.Signals]) -> tuple[Losses, bool]:
-        """Step ``i``: its losses, and whether a process was told to stop."""
+    def _run_step(self, i: int, received: list[signal.Signals]) -> tuple[Losses, bool]:
+        """Run step ``i``: its losses, and whether any process received a stop signal."""
         run = self.run
         factor = warmup_cosine(i, run.steps, run.warmup)
         for group, rate in zip(self._groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.model.zero_grad(set_to_none=True)
-        found: Losses = {}
+        totals: Losses = {}
         stop = False
         for part in range(i * run.accumulate, (i + 1) * run.accumulate):
             losses = dict(self.step(part))
             count = losses.pop("count", torch.ones_like(losses["loss"].detach()))
             weight = torch.ones_like(count)
             if not self.alone:  # the loss is the mean over all processes
-                told = [count, torch.tensor(bool(received), device=count.device)]
-                total, stops = self._summed(torch.stack([x.float() for x in told]))
+                sums = [count, torch.tensor(bool(received), device=count.device)]
+                total, stops = self._summed(torch.stack([x.float() for x in sums]))
                 weight, stop = count / total, stop or bool(stops)
             (losses["loss"] * (weight / run.accumulate)).backward()
             for name, value in losses.items():
-                own = value.detach() * (weight / run.accumulate)
-                found[name] = found[name] + own if name in found else own
+                contribution = value.detach() * (weight / run.accumulate)
+                totals[name] = totals[name] + contribution if name in totals else contribution
         if not self.alone:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad = self._summed(parameter.grad)
-            found = {name: self._summed(value) for name, value in found.items()}
+            totals = {name: self._summed(value) for name, value in totals.items()}
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         for optimizer in self.optimizers:
             optimizer.step()
-        return found, bool(received) if self.alone else stop  # all stop after the same step
+        return totals, bool(received) if self.alone else stop  # all stop after the same step
 
     def _summed(self, values: Tensor) -> Tensor:
         """``values``, added up over all processes."""
         from accelerate.utils import reduce
 
-        found: Tensor = reduce(values, "sum")
-        return found
+        summed: Tensor = reduce(values, "sum")
+        return summed
 
     def _measured(self) -> dict[str, float]:
-        """The measurements of this moment; the best weights are kept."""
+        """The current measurements; stores the best weights."""
         assert self.run.measure is not None
         self.model.eval()
-        found = dict(self.run.measure())
+        metrics = dict(self.run.measure())
         self.model.train()
-        if self.best is None or found["tau"] > self.best[0]:
+        if self.best is None or metrics["tau"] > self.best[0]:
             weights = {k: v.detach().cpu().clone() for k, v in self.model.state_dict().items()}
-            self.best = found["tau"], weights
-        return found
+            self.best = metrics["tau"], weights
+        return metrics
 
     def _check(self, loss: float, i: int) -> None:
-        """Raise ``ValueError`` where the loss of step ``i`` or a weight is not finite."""
-        whole = all(bool(p.isfinite().all()) for p in self.model.parameters())
-        if not (whole and math.isfinite(loss)):
-            kept = self.run.checkpoint
-            stays = f"{kept} is of before" if kept.exists() else "nothing was written"
+        """Raise ``ValueError`` if the loss of step ``i`` or a weight is not finite."""
+        finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
+        if not (finite and math.isfinite(loss)):
+            checkpoint = self.run.checkpoint
+            stays = f"{checkpoint} is of before" if checkpoint.exists() else "nothing was written"
             raise ValueError(
                 f"loss is {loss if not math.isfinite(loss) else 'of weights that are no numbers'} "
                 f"at step {i}, {stays}; give a smaller lr"
@@ -328,20 +329,20 @@ class _Loop:
         saved = _read(path)
         if saved is None:
             return 0, None
-        other = "give another out, or remove it"
+        advice = "give another out, or remove it"
         _check_same(path, saved, {**dict.fromkeys(saved.get("made_of", {})), **self.run.made_of})
         if saved["step"] > self.run.steps:
             raise ValueError(
-                f"{path} has {saved['step']} steps, more than the {self.run.steps} asked: {other}"
+                f"{path} has {saved['step']} steps, more than the {self.run.steps} asked: {advice}"
             )
         try:
             self.model.load_state_dict(saved["model"])
         except RuntimeError as error:
             reason = str(error).splitlines()[-1].strip()
-            raise ValueError(f"{path} is of another model ({reason}): {other}") from error
+            raise ValueError(f"{path} is of another model ({reason}): {advice}") from error
         if len(saved["optimizers"]) != len(self.optimizers):
             counts = f"{len(saved['optimizers'])} optimizers, this one has {len(self.optimizers)}"
-            raise ValueError(f"{path} is of a training with {counts}: {other}")
+            raise ValueError(f"{path} is of a training with {counts}: {advice}")
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.best = saved.get("best")
@@ -351,6 +352,7 @@ class _Loop:
 def _optimizers(
     model: nn.Module, lr: float, betas: tuple[float, float], weight_decay: float, muon: float
 ) -> list[torch.optim.Optimizer]:
+    """AdamW, without decay for vectors; with ``muon``, Muon for matrices of numbered layers."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     inner = [p for name, p in named if muon and p.ndim == 2 and NUMBERED.search(name)]
     apart = set(map(id, inner))
@@ -360,15 +362,15 @@ def _optimizers(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=betas)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=betas)]
     if inner:  # its steps are scaled to the size of AdamW's
         options: dict[str, Any] = {"lr": muon, "weight_decay": weight_decay}
-        made.append(torch.optim.Muon(inner, **options, adjust_lr_fn="match_rms_adamw"))
-    return made
+        optimizers.append(torch.optim.Muon(inner, **options, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 def _keep(file: Path, other: Path) -> None:
-    """Give ``file`` its ``other`` name as well, by a hard link if possible: it is never gone."""
+    """Give ``file`` the name ``other``, too, by a hard link if possible, so it always exists."""
     if file.exists():
         other.unlink(missing_ok=True)
         with suppress(OSError):
@@ -376,7 +378,7 @@ def _keep(file: Path, other: Path) -> None:
 
 
 def check_same(out: Path, made_of: Mapping[str, object]) -> None:
-    """Raise ``ValueError`` if the checkpoint in ``out`` was made with other facts ``made_of``;
+    """Raise ``ValueError`` if the checkpoint in ``out`` was made with other facts than ``made_of``;
     called before data are read, which takes minutes.
     """
     path = out / "checkpoint.pt"
@@ -385,15 +387,16 @@ def check_same(out: Path, made_of: Mapping[str, object]) -> None:
 
 
 def _check_same(path: Path, saved: Mapping[str, Any], made_of: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` if the facts ``saved`` in a checkpoint differ from ``made_of``."""
     before = saved.get("made_of", {})
     now = {name: value if value is None else str(value) for name, value in made_of.items()}
-    if told := [
+    if changed := [
         f"{name} was {before.get(name)}, is {value}"
         for name, value in now.items()
         if value != before.get(name)
     ]:
         raise ValueError(
-            f"{path} is of another training ({'; '.join(told)}): give another out, or remove it"
+            f"{path} is of another training ({'; '.join(changed)}): give another out, or remove it"
         )
 
 
@@ -412,29 +415,29 @@ def _read(path: Path) -> Any:
 
 @contextmanager
 def _signals() -> Iterator[list[signal.Signals]]:
-    """The signals that have asked to end the block, which ends itself; a second one ends it now."""
+    """The received signals to end: the block must end by itself; a second signal ends it now."""
     received: list[signal.Signals] = []
     if threading.current_thread() is not threading.main_thread():
         yield received  # signals are the main thread's
         return
-    before = {each: signal.getsignal(each) for each in STOPS}
+    before = {stop: signal.getsignal(stop) for stop in STOPS}
 
     def hear(number: int, _: object) -> None:
         if received:
             raise KeyboardInterrupt
         received.append(signal.Signals(number))
 
-    for each in before:
-        signal.signal(each, hear)
+    for stop in before:
+        signal.signal(stop, hear)
     try:
         yield received
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for stop, handler in before.items():
+            signal.signal(stop, handler)
 
 
 def _end(received: list[signal.Signals], run: Run, step: int) -> None:
-    """End the process as the signal asked."""
+    """End the process as the first of the ``received`` signals would have."""
     tqdm.write(f"stopped before step {step} of {run.steps}; {run.checkpoint} goes on from there")
     if signal.SIGTERM in received:
         raise SystemExit(128 + signal.SIGTERM)
@@ -442,8 +445,9 @@ def _end(received: list[signal.Signals], run: Run, step: int) -> None:
 
 
 class _Log:
-    """The log of a training: the bar, ``loss.csv`` with losses every :data:`RECORDED` steps and
-    measurements, and a tracker. Raises ``ValueError`` for a tracker that is not installed.
+    """The log of a training: the progress bar, ``loss.csv`` with measurements and, every
+    :data:`RECORDED` steps, losses, and a tracker. Raises ``ValueError`` for a tracker that is not
+    installed.
     """
 
     def __init__(self, run: Run, first: int, main: bool) -> None:
@@ -464,24 +468,24 @@ class _Log:
             self.tracker.init_trackers(run.out.name)
 
     def add(self, i: int, values: Mapping[str, float]) -> None:
-        """The ``values`` of step ``i``, if it has any that are recorded."""
+        """Log the ``values`` of step ``i``, if it is recorded."""
         if self.curve is None or not (i % RECORDED == 0 or "tau" in values):
             return
         self._write(self.curve, {"step": str(i), **{k: f"{v:.5f}" for k, v in values.items()}})
         if self.tracker is not None:
             self.tracker.log(values, step=i)
-        shown = {name: f"{value:.4f}" for name, value in values.items()}
+        values_text = {name: f"{value:.4f}" for name, value in values.items()}
         if self.run.batch and (rate := self.bar.format_dict["rate"]):
-            shown["rows/s"] = f"{rate * self.run.batch * self.run.accumulate:.1f}"
-        self.bar.set_postfix(shown, refresh=False)
+            values_text["rows/s"] = f"{rate * self.run.batch * self.run.accumulate:.1f}"
+        self.bar.set_postfix(values_text, refresh=False)
 
     def end(self) -> None:
-        """After the last step."""
+        """Close the log after the last step."""
         if self.tracker is not None:
             self.tracker.end_training()
 
     def _write(self, curve: Path, row: Mapping[str, str]) -> None:
-        """A line of the curve, whose columns are those of its first line and the measurements."""
+        """Write a line of the curve; columns are those of its first line and the measurements."""
         new = not curve.exists()
         names = curve.read_text().partition("\n")[0].split(",") if not new else list(row)
         if new and self.run.measure is not None and "tau" not in names:
@@ -494,12 +498,12 @@ class _Log:
 
 
 def _forget(curve: Path, first: int) -> None:
-    """Drop lines that a killed run recorded from step ``first`` on, and an incomplete last line."""
+    """Drop the lines of a killed run from step ``first`` on, and an incomplete last line."""
     head, *rows = curve.read_text().splitlines(keepends=True) if first and curve.exists() else [""]
-    kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
-    if not kept:  # the next record begins a new curve
+    earlier = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) < first]
+    if not earlier:  # the next record begins a new curve
         curve.unlink(missing_ok=True)
         return
     part = curve.with_suffix(".part")
-    part.write_text("".join([head, *kept]))
+    part.write_text("".join([head, *earlier]))
     os.replace(part, curve)

@@ -6,8 +6,8 @@ likelihood of acceptance, -log α with α = Σ min(p, q), and ``lk-lambda`` λ K
 weight λ = exp(-ETA·α) of a place is no part of the gradient. ``hass`` (2408.15766) adds the
 cross-entropy of the target's ten best tokens to KL.
 
-All work in float32 on logits of any float dtype, and stay finite where a token has none (-inf).
-Shape letters: M places, K drafts in a row, C width, V vocabulary.
+All compute in float32 on logits of any float dtype, and stay finite for logits of -inf. Shape
+letters: M places, K drafts in a row, C width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Head = Callable[[Tensor], Tensor]  # from states [..., C] to logits [..., V]
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
-    """KL [M] of log probabilities ``p`` and ``q`` [M, V], in nats; so are those below."""
+    """KL [M] of log probabilities ``p`` and ``q`` [M, V], in nats, as in all losses here."""
     return (p.exp() * (p - q)).sum(-1)
 
 
@@ -66,8 +66,8 @@ def check_loss(name: str) -> None:
 
 
 def compared(loss: str, target: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-    """The ``loss`` [...] between logits [..., V] of the ``target`` and ``drafted`` ones, and their
-    overlap Σ min(p, q) [...], with which a draft is accepted.
+    """The ``loss`` [...] between the logits [..., V] of ``target`` and ``drafted``, and their
+    overlap Σ min(p, q) [...], a draft's probability of acceptance.
     """
     p, q = (x.float().log_softmax(-1).clamp(min=LEAST) for x in (target, drafted))
     with torch.no_grad():
@@ -80,9 +80,9 @@ def of_drafts(
 ) -> tuple[Tensor, Tensor]:
     """The ``loss`` of each of K drafts in a row [K], and its overlap [K]: means over places.
 
-    The target's head, ``output``, makes its distributions of ``wanted`` [M, C], the drafter's
-    ``logits`` make its own of ``states`` [M, K, C]. At most :data:`ROOM` logits exist at once: with
-    more places they are computed in parts, and again for the gradient.
+    The target's distributions are its head ``output`` of ``wanted`` [M, C]; the drafter's are
+    ``logits`` of ``states`` [M, K, C]. At most :data:`ROOM` logits exist at once: with more places
+    they are computed in parts, and again for the gradient.
     """
 
     def find(wanted: Tensor, states: Tensor) -> tuple[Tensor, ...]:
@@ -95,6 +95,6 @@ def of_drafts(
         losses, overlaps = find(wanted, states)
     else:
         parts = zip(wanted.split(rows), states.split(rows), strict=True)
-        found = [checkpoint(find, *part, use_reentrant=False) for part in parts]
-        losses, overlaps = (torch.cat(each) for each in zip(*found, strict=True))
+        results = [checkpoint(find, *part, use_reentrant=False) for part in parts]
+        losses, overlaps = (torch.cat(values) for values in zip(*results, strict=True))
     return losses.sum(0) / max(1, len(losses)), overlaps.sum(0) / max(1, len(losses))

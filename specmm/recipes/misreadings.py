@@ -35,8 +35,8 @@ Tried: TypeAlias = Iterator[tuple[str, str, Any]]
 
 @dataclass(frozen=True)
 class Change:
-    """A changed reading of a drafter: its name (``named``), a ``hint`` about the mistake it points
-    to, and the ``reading``.
+    """A changed reading of a drafter: its name (``named``), a ``hint`` at the likely mistake, and
+    the ``reading``.
     """
 
     named: str
@@ -45,7 +45,7 @@ class Change:
 
 
 def changes(reading: Reading, seen: Evidence) -> Iterator[Change]:
-    """All changes that are tried for the drafter of ``reading``."""
+    """All changes to try for the drafter of ``reading``."""
     kinds: list[Callable[[Any, Evidence], Tried]] = [_of_states, _of_vocabulary]
     if isinstance(reading, LayerReading):
         kinds += [_of_layers]  # positions, tables and the order of rotary pairs are the target's
@@ -65,7 +65,7 @@ def _head(reading: Reading) -> Any:
 
 
 def _of_states(reading: Reading, seen: Evidence) -> Tried:
-    """Changes of the states that are read, and of the token that they belong to."""
+    """Changes of the states that it reads, and of the tokens that these belong to."""
     layers, most = reading.layers, len(seen.layers)
     for by, where, counted in (
         (1, "low", "states before layers, or from 1"),
@@ -85,8 +85,8 @@ def _of_states(reading: Reading, seen: Evidence) -> Tried:
             yield "usual layers", hint, {"layers": usual}
     for normed, where in ((True, "after"), (False, "before")):
         last = not isinstance(reading, BlockReading) or most - 1 in layers
-        own = layers or normed is False or reading.normed is False
-        if reading.normed is not normed and own and (normed or last or reading.normed):
+        other_norm = layers or normed is False or reading.normed is False
+        if reading.normed is not normed and other_norm and (normed or last or reading.normed):
             hint = f"the states that it learnt from were {where} the target's last norm"
             yield f"states {where} the norm", hint, {"normed": normed}
     for by, where in ((-1, "next"), (1, "former")):
@@ -97,7 +97,7 @@ def _of_states(reading: Reading, seen: Evidence) -> Tried:
 
 
 def _of_vocabulary(reading: Reading, seen: Evidence) -> Tried:
-    """Changes of the tokens that logits stand for."""
+    """Changes of the tokens for which logits stand."""
     ids = reading.ids
     if ids is None:
         return
@@ -141,15 +141,15 @@ def _of_blocks(reading: BlockReading, seen: Evidence) -> Tried:
     """Other block lengths, other masks within a block, and places that draft their own token
     instead of the next one, or the reverse.
     """
-    own = reading.reaches or (Reach(),) * len(reading.network.layers)
-    causal = any(reach.causal for reach in own)
+    reaches_read = reading.reaches or (Reach(),) * len(reading.network.layers)
+    causal = any(reach.causal for reach in reaches_read)
     for window, named, hint in _windows(seen):
-        reaches = (Reach(window - 1 if window else None, causal=causal),) * len(own)
-        if reaches != own:
+        reaches = (Reach(window - 1 if window else None, causal=causal),) * len(reaches_read)
+        if reaches != reaches_read:
             yield named, hint, {"reaches": reaches}
     named = "blocks that see all of themselves" if causal else "causal blocks"
-    other = tuple(replace(reach, causal=not causal) for reach in own)
-    yield named, "places see others of their block", {"reaches": other}
+    reversed_reaches = tuple(replace(reach, causal=not causal) for reach in reaches_read)
+    yield named, "places see others of their block", {"reaches": reversed_reaches}
     size = reading.size
     for length in sorted({*BLOCKS, size - 1, size + 1, 2 * size, size // 2} - {size}):
         if length >= (1 if reading.anchor else 2):  # a place drafts its own token, or the next
@@ -161,9 +161,9 @@ def _of_blocks(reading: BlockReading, seen: Evidence) -> Tried:
 
 def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
     """Changes of the mask token: the config's, one of the target's own, or a neighbour."""
-    told = seen.target.model.config.get_text_config(decoder=True)
-    ends = [getattr(told, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
-    listed = [i for one in ends for i in (one if isinstance(one, list) else [one])]
+    config = seen.target.model.config.get_text_config(decoder=True)
+    ends = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
+    listed = [i for end in ends for i in (end if isinstance(end, list) else [end])]
     around = [reading.mask - 1, reading.mask + 1, 0, seen.probs.shape[-1] - 1]
     for mask in dict.fromkeys([reading.network.config.mask, *listed, *around]):
         if mask is not None and mask != reading.mask and 0 <= mask < seen.probs.shape[-1]:
@@ -171,39 +171,37 @@ def _of_masks(reading: BlockReading, seen: Evidence) -> Tried:
 
 
 def _of_layers(reading: LayerReading, seen: Evidence) -> Tried:
-    """Changes of MTP layers: which one drafts, the order of inputs, the states passed on."""
+    """Changes of MTP layers: their order, the order of inputs, the states that they pass on."""
     layers = reading.network
-    own: list[Any] = list(layers.model.layers)
-    norms = relayered(layers, own, lambda layer: {"enorm": layer.hnorm, "hnorm": layer.enorm})
-    tried = {HALVES: relayered(layers, own, _swapped), NORMS: norms}
-    if len(own) > 1:
-        tried |= {REVERSED: relayered(layers, own[::-1]), ALONE: relayered(layers, own[:1])}
-    for named, made in tried.items():
-        yield named, "its weights are named otherwise", {"network": made}
+    stack: list[Any] = list(layers.model.layers)
+    norms = relayered(layers, stack, lambda layer: {"enorm": layer.hnorm, "hnorm": layer.enorm})
+    tried = {HALVES: relayered(layers, stack, _swapped), NORMS: norms}
+    if len(stack) > 1:
+        tried |= {REVERSED: relayered(layers, stack[::-1]), ALONE: relayered(layers, stack[:1])}
+    for named, variant in tried.items():
+        yield named, "its weights are named otherwise", {"network": variant}
     hint = "layers after the first learnt to read them"
     yield HANDED[not layers.chained], hint, {"network": replace(layers, chained=not layers.chained)}
-    if layers.chained and own[0].post_norm is not None:
-        after = () if reading.norms else tuple(layer.post_norm for layer in own)
-        made = relayered(layers, own, lambda _: {"use_post_norm": not after})
-        yield NORMED[not after], hint, {"network": made, "norms": after}
+    if layers.chained and stack[0].post_norm is not None:
+        after = () if reading.norms else tuple(layer.post_norm for layer in stack)
+        variant = relayered(layers, stack, lambda _: {"use_post_norm": not after})
+        yield NORMED[not after], hint, {"network": variant, "norms": after}
 
 
 def relayered(
-    layers: MtpLayers, own: Sequence[Any], parts: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+    layers: MtpLayers, new: Sequence[Any], parts: Callable[[Any], Mapping[str, Any]] = lambda _: {}
 ) -> MtpLayers:
-    """``layers`` with copies of ``own`` in their place, on the same weights except for ``parts`` of
-    each.
-    """
+    """``layers`` with copies of the layers ``new``, which share weights but for their ``parts``."""
     model = sharing(layers.model)
-    model.layers = nn.ModuleList(map(sharing, own))
-    for layer, before in zip(model.layers, own, strict=True):
+    model.layers = nn.ModuleList(map(sharing, new))
+    for layer, before in zip(model.layers, new, strict=True):
         for name, part in parts(before).items():
             setattr(layer, name, part)
     return replace(layers, model=model)
 
 
 def _swapped(layer: Any) -> dict[str, Any]:
-    """The config of an MTP layer that reads token and state in the other order."""
+    """The parts of an MTP layer that reads token and state in reversed order."""
     config = copy.copy(layer.config)
     config.mtp_hidden_states_first = not getattr(config, "mtp_hidden_states_first", False)
     return {"config": config}
@@ -212,8 +210,8 @@ def _swapped(layer: Any) -> dict[str, Any]:
 def _of_network(reading: Reading, seen: Evidence) -> Tried:
     """Changes of the order of weights in its file, and of its config's values."""
     head = _head(reading)
-    for named, hint, made in _of_head(head, seen.target):
-        bound = made if isinstance(head, DFlash) else made.bound(seen.target)
+    for named, hint, variant in _of_head(head, seen.target):
+        bound = variant if isinstance(head, DFlash) else variant.bound(seen.target)
         yield named, hint, {"network": bound}
 
 
@@ -226,12 +224,12 @@ def _of_head(head: Any, target: VLMTarget) -> Tried:
         yield HALVES, "it reads token and state in the other order", swapped(head)
     yield from (_turned_msd if isinstance(head, MSDHead) else _turned)(head, target)
     if isinstance(head, DFlash):
-        own = {"embed_tokens": "embeddings", "lm_head": "head"}
-        for table, of in own.items():
+        tables = {"embed_tokens": "embeddings", "lm_head": "head"}
+        for table, of in tables.items():
             if getattr(head, table) is not None:
-                made = altered(head)
-                setattr(made, table, None)
-                yield f"the target's {of}", "those in its file are of another", made
+                variant = altered(head)
+                setattr(variant, table, None)
+                yield f"the target's {of}", "those in its file are of another", variant
     if isinstance(head, Eagle3Head):
         yield from _of_eagle3(head, target)
 
@@ -245,87 +243,87 @@ def _of_eagle3(head: Eagle3Head, target: VLMTarget) -> Tried:
         value = not getattr(config, flag)
         yield f"{flag} {value}".lower(), "its config says otherwise", altered(head, **{flag: value})
     if config.own_embeddings:
-        made = altered(head, own_embeddings=False)
-        yield "the target's embeddings", "those in its file are of another", made
+        variant = altered(head, own_embeddings=False)
+        yield "the target's embeddings", "those in its file are of another", variant
     if config.own_head and int(config.sizes.hidden_size) == target.family.config.hidden_size:
-        made = altered(head, own_head=False)
-        yield "the target's head", "the one in its file is of another", made
+        variant = altered(head, own_head=False)
+        yield "the target's head", "the one in its file is of another", variant
 
 
 def _turned(head: Any, target: VLMTarget) -> Tried:
     """``head`` with rotary positions other than its own."""
-    own = dict(head.config.sizes.rope_parameters)
+    rope = dict(head.config.sizes.rope_parameters)
     theirs = dict(target.family.config.rope_parameters or {})
-    theta = float(own.get("rope_theta", 1e4))
-    ropes = {f"rope_theta {base:g}": {**own, "rope_theta": base} for base in _thetas(theta, target)}
+    now = float(rope.get("rope_theta", 1e4))
+    ropes = {f"rope_theta {base:g}": {**rope, "rope_theta": base} for base in _thetas(now, target)}
     if theirs.get("rope_type", "default") not in ("default", "mrope"):
         ropes[f"the target's {theirs['rope_type']} positions"] = theirs
-    if own.get("rope_type", "default") != "default":
-        ropes["unscaled positions"] = {"rope_type": "default", "rope_theta": theta}
+    if rope.get("rope_type", "default") != "default":
+        ropes["unscaled positions"] = {"rope_type": "default", "rope_theta": now}
     for factor in FACTORS:
-        ropes[f"positions over {factor:g}"] = {**own, "rope_type": "linear", "factor": factor}
+        ropes[f"positions over {factor:g}"] = {**rope, "rope_type": "linear", "factor": factor}
     for named, parameters in ropes.items():
-        made = altered(head)
+        variant = altered(head)
         sizes: Any = copy.deepcopy(head.config.sizes)
         sizes.rope_parameters = parameters
-        made.turns = type(head.turns)(sizes).to(head.fc.weight.device)
-        yield named, f"it learnt with {named}, its config says otherwise", made
+        variant.turns = type(head.turns)(sizes).to(head.fc.weight.device)
+        yield named, f"it learnt with {named}, its config says otherwise", variant
 
 
 def _turned_msd(head: MSDHead, target: VLMTarget) -> Tried:
     """An MSD head, whose config knows no scaled positions, with others."""
     dim = torch.arange(0, head.config.head_dim, 2, dtype=torch.float32) / head.config.head_dim
     for theta in _thetas(head.config.rope_theta, target):
-        made = altered(head)
-        made.frequencies = (theta**-dim).to(head.frequencies.device)
-        yield f"rope_theta {theta:g}", f"it learnt with {theta:g}", made
+        variant = altered(head)
+        variant.frequencies = (theta**-dim).to(head.frequencies.device)
+        yield f"rope_theta {theta:g}", f"it learnt with {theta:g}", variant
     for scale in (*FACTORS, *(1 / factor for factor in FACTORS)):
-        made = altered(head)
-        made.frequencies = head.frequencies / scale
-        yield f"positions over {scale:g}", "scaled positions", made
+        variant = altered(head)
+        variant.frequencies = head.frequencies / scale
+        yield f"positions over {scale:g}", "scaled positions", variant
 
 
-def _thetas(own: float, target: VLMTarget) -> list[float]:
-    """Bases of rotary positions other than its ``own``."""
+def _thetas(theta: float, target: VLMTarget) -> list[float]:
+    """Bases of rotary positions other than the drafter's own ``theta``."""
     theirs = float((target.family.config.rope_parameters or {}).get("rope_theta", 1e4))
-    return sorted({*THETAS, theirs} - {own})
+    return sorted({*THETAS, theirs} - {theta})
 
 
 def sharing(module: Any) -> Any:
-    """A copy of ``module`` on the same weights, of which parts may be replaced."""
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
-    return made
+    """A copy of ``module`` that shares its weights; its parts may be replaced."""
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    return clone
 
 
 def altered(head: Any, **config: Any) -> Any:
-    """``head`` on the same weights, with these values in its ``config``; parts may be replaced."""
-    made = sharing(head)
-    made.config = replace(head.config, **config)
-    return made
+    """A copy of ``head`` that shares weights, with changes in ``config``; parts may be replaced."""
+    clone = sharing(head)
+    clone.config = replace(head.config, **config)
+    return clone
 
 
 @torch.no_grad()
 def repaired(head: Any, inverse: bool) -> Any:
-    """A copy of ``head`` with rotary pairs of neighbours as pairs of halves; or ``inverse``."""
-    made = copy.deepcopy(head)
-    for layer in made.layers:
+    """A copy of ``head`` with rotary pairs of neighbours made pairs of halves, or ``inverse``."""
+    clone = copy.deepcopy(head)
+    for layer in clone.layers:
         for name, values in layer.self_attn.named_parameters():
             if name.startswith(("q_proj", "k_proj", "q_norm", "k_norm")):
                 heads = values.data.unflatten(0, (-1, layer.self_attn.head_dim))
                 pairs = heads.unflatten(1, (2, -1) if inverse else (-1, 2))
                 values.data = pairs.transpose(1, 2).flatten(0, 2).contiguous()
-    return made
+    return clone
 
 
 @torch.no_grad()
 def swapped(head: Any) -> Any:
-    """A copy of ``head`` that reads token and state in the other order."""
-    made = copy.deepcopy(head)
-    readers: list[nn.Linear] = [made.fc]
+    """A copy of ``head`` that reads token and state in reversed order."""
+    clone = copy.deepcopy(head)
+    readers: list[nn.Linear] = [clone.fc]
     if not isinstance(head, MSDHead):
-        own = made.layers[0].self_attn
-        readers = [own.q_proj, own.k_proj, own.v_proj]
+        attention = clone.layers[0].self_attn
+        readers = [attention.q_proj, attention.k_proj, attention.v_proj]
     for reader in readers:
         reader.weight.data = torch.cat(reader.weight.data.chunk(2, 1)[::-1], 1)
-    return made
+    return clone

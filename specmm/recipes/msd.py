@@ -1,10 +1,9 @@
 """Training of an MSD head in two stages, text first.
 
 The head reads the target's states with a little noise and learns the next state (SmoothL1) and the
-distribution that the output head makes of it (soft cross-entropy), on the tokens of answers only.
-States are computed in each step, not stored. Stage 1 draws text; in stage 2 the share of examples
-with a picture rises to 1, epoch by epoch.
-Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
+output head's distribution on it (soft cross-entropy), on the tokens of answers only. States are
+computed in each step, not stored. Stage 1 draws text; in stage 2 the share of examples with a
+picture rises to 1, epoch by epoch. Sources: MSD (arXiv 2505.14260), EAGLE (2401.15077).
 
 Shape letters: B batch, L positions, M answer slots, C width, V vocabulary.
 """
@@ -78,8 +77,8 @@ Source = Callable[[int, bool], Any]
 
 
 def build_msd(target: VLMTarget, config: MSDConfig | None = None, seed: int = 0) -> MSDHead:
-    """A head for ``target``, of the sizes of its own layers unless ``config`` gives others; token
-    embeddings are the target's, frozen.
+    """A head for ``target``, with the sizes of the target's layers unless ``config`` gives others;
+    token embeddings are the target's, frozen.
     """
     with seeded(seed):
         head = MSDHead(config or msd_config(target)).to(target.device)
@@ -107,14 +106,14 @@ def train_msd(
     sorts: Sequence[bool] = (False, True),
     loss: str = "kl",
 ) -> None:
-    """Train a ``head`` in place on examples of ``source``, with or without pictures as ``sorts``
-    allow, which ``read`` makes into batches.
+    """Train a ``head`` in place on batches that ``read`` makes of examples of ``source``; ``sorts``
+    says whether examples with and without pictures exist.
 
-    With ``ramp`` the share of pictures rises to ``MOSTLY`` over that many batches and stays there,
-    in place of the release's two stages, which leave few steps for pictures. The noise on the
-    states of a row is uniform in ±``noise`` · 256 / its length. ``probs_weight`` is the weight of
-    the ``loss``: the release's value suits states of thousands of channels, small targets need
-    more; for ``passes`` see ``msd_loss``.
+    With ``ramp`` the share of pictures rises to ``MOSTLY`` over ``ramp`` batches and stays there,
+    instead of the release's two stages, which leave few steps for pictures. The noise on the states
+    of a row is uniform in ±``noise`` · 256 / its length. ``probs_weight`` is the weight of the
+    ``loss``: the release's value suits states of thousands of channels, small targets need more;
+    for ``passes`` see ``msd_loss``.
     """
     target.model.requires_grad_(False)
     target.wants_context = True
@@ -142,15 +141,15 @@ def numbers(
     share: Callable[[int], float], steps: int, batch: int, seed: int
 ) -> list[tuple[int, bool]]:
     """For each example of all steps: its number among examples of its sort, and whether it has a
-    picture, which a ``share`` of each step's examples have.
+    picture, as a ``share`` of each step's examples do.
     """
     random, counts = Random(f"msd {seed}"), [0, 0]
-    found = []
+    rows = []
     for i in range(steps * batch):
         visual = random.random() < share(i // batch)
-        found.append((counts[visual], visual))
+        rows.append((counts[visual], visual))
         counts[visual] += 1
-    return found
+    return rows
 
 
 def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:
@@ -160,15 +159,15 @@ def visual_share(step: int, steps: int, epochs: int = EPOCHS) -> float:
 
 
 def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
-    """Sizes of a head for ``target``, with the attention heads of its layers where they divide its
-    width; ``changes`` replace some of them.
+    """Sizes of a head for ``target``, with the attention heads of its layers if they divide its
+    width; ``changes`` replace some sizes.
     """
     config = target.family.config
     vocabulary, width = target.family.head.weight.shape
     heads = getattr(config, "num_attention_heads", None) or 1
     heads = next(n for n in range(heads, 0, -1) if width % (2 * n) == 0)
     groups = getattr(config, "num_key_value_heads", None) or heads
-    found: dict[str, Any] = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=vocabulary,
         hidden_size=width,
         intermediate_size=target.family.inner,
@@ -179,14 +178,14 @@ def msd_config(target: VLMTarget, **changes: Any) -> MSDConfig:
         hidden_act=getattr(config, "hidden_act", None) or "silu",
         qwen=config.model_type.startswith("qwen2"),
     )
-    return MSDConfig(**(found | changes))
+    return MSDConfig(**(sizes | changes))
 
 
 def _rope_base(config: Any) -> float:
-    """The base of a decoder's rotary positions, the largest where its layers' differ."""
+    """The base of a decoder's rotary positions; the largest if layers differ."""
     rope = getattr(config, "rope_parameters", None) or {}
-    each = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
-    bases = [getattr(config, "rope_theta", None), *(kind.get("rope_theta") for kind in each)]
+    ropes = [rope, *(kind for kind in rope.values() if isinstance(kind, Mapping))]
+    bases = [getattr(config, "rope_theta", None), *(kind.get("rope_theta") for kind in ropes)]
     return float(max(filter(None, bases), default=10000.0))
 
 
@@ -232,24 +231,24 @@ def msd_loss(
     """SmoothL1 + ``probs_weight`` · the ``loss`` of distributions, mean of ``passes``; and its
     parts.
 
-    ``output`` is the target's head; ``overlap`` the mean of Σ min(p, q), with which a single draft
-    is accepted. From the second pass on the head reads its own states on answers, as it does when
-    it drafts (as in EAGLE-3, arXiv 2503.01840); ``overlap`` is the first pass's, ``overlap_last``
-    the last's.
+    ``output`` is the target's head; ``overlap`` is the mean of Σ min(p, q), a single draft's
+    probability of acceptance. From the second pass on the head reads its own states on answers, as
+    in drafting (and EAGLE-3, arXiv 2503.01840); ``overlap`` is of the first pass, ``overlap_last``
+    of the last.
     """
     # Slots that read a state which an answer's slot before them predicts.
-    own = F.pad(slots.mask[:, :-1], (1, 0))
+    visual = F.pad(slots.mask[:, :-1], (1, 0))
     hidden = slots.context
     drafted = []
     for _ in range(passes):
         states = head(head.prompt_slots(slots.embeddings, hidden, slots.image))
         drafted.append(states[slots.mask].float())
         before = F.pad(states.detach()[:, :-1], (0, 0, 1, 0)).to(hidden)
-        hidden = torch.where(own[..., None], before, hidden)
-    wanted = slots.hidden.roll(-1, 1)[slots.mask].float()  # [M, C]
+        hidden = torch.where(visual[..., None], before, hidden)
+    target_states = slots.hidden.roll(-1, 1)[slots.mask].float()  # [M, C]
     states = torch.stack(drafted, 1)  # [M, passes, C]
-    losses, overlaps = of_drafts(loss, output, output, wanted, states)
-    regression = F.smooth_l1_loss(states, wanted[:, None].expand_as(states))
+    losses, overlaps = of_drafts(loss, output, output, target_states, states)
+    regression = F.smooth_l1_loss(states, target_states[:, None].expand_as(states))
     total = regression + probs_weight * losses.mean()
     overlap = {"overlap": overlaps[0], "overlap_last": overlaps[-1]}
     parts = {"smooth_l1": regression, loss: losses.mean(), **overlap}

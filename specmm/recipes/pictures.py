@@ -27,9 +27,7 @@ CLASS_DROPOUT = 0.1  # share of samples trained as "no class", which guidance ne
 
 @dataclass(frozen=True)
 class Pictures:
-    """``images`` [M, R, R, 3] uint8 and ``labels`` [M]; or labels alone, for which the target draws
-    pictures.
-    """
+    """``images`` [M, R, R, 3] uint8 and ``labels`` [M]; without images the target draws some."""
 
     images: npt.NDArray[Any] | None
     labels: npt.NDArray[Any]
@@ -46,17 +44,17 @@ def pictures(place: str, names: Sequence[str], count: int, side: int) -> Picture
     if not place:
         return Pictures(None, np.arange(count))
     root = Path(place).expanduser()
-    given = open_pictures(root)
-    folders = [file.path.relative_to(root).parts[:-1] for file in given.files]
+    opened = open_pictures(root)
+    folders = [file.path.relative_to(root).parts[:-1] for file in opened.files]
     if not all(folders):
         raise ValueError(
             "data must be a folder with a folder of pictures for each class, got "
-            f"{given.files[folders.index(())]} in none"
+            f"{opened.files[folders.index(())]} in none"
         )
-    if given.left_out:
-        log.warning("data in %s: %s", root, given.counts())
+    if opened.left_out:
+        log.warning("data in %s: %s", root, opened.counts())
     labels = class_ids([folder[0] for folder in folders], names, count)
-    images = [np.asarray(ImageOps.fit(Image.fromarray(p), (side, side))) for p in given]
+    images = [np.asarray(ImageOps.fit(Image.fromarray(p), (side, side))) for p in opened]
     return Pictures(np.stack(images), np.array(labels))
 
 
@@ -67,7 +65,7 @@ def to_float(images: Tensor) -> Tensor:
 
 @torch.no_grad()
 def encode_views(encode: Callable[[Tensor], Tensor], images: Tensor, batch: int = 64) -> Tensor:
-    """Pictures [M, R, R, 3] uint8 and their mirror images, encoded: [M, 2, ...]."""
+    """Encodings [M, 2, ...] of pictures [M, R, R, 3] uint8 and their mirror images."""
     rows = []
     for first in trange(0, len(images), batch, desc="encode", mininterval=5):
         x = to_float(images[first : first + batch])

@@ -5,8 +5,8 @@
     [settings]
     steps = 1500
 
-The function's annotations say what a setting must be. ``Annotated[int, 1]`` is at least 1,
-``Annotated[float, 0, 1]`` at most 1, too; a setting that may be ``None`` can be left out. Settings
+The function's annotations define the settings: ``Annotated[int, 1]`` is at least 1,
+``Annotated[float, 0, 1]`` also at most 1; a setting that may be ``None`` can be left out. Settings
 that several trainings share are the fields of a dataclass. ``open`` names the function that reads
 ``data``.
 """
@@ -55,14 +55,14 @@ class Places:
     places: list[str]
     open: Callable[..., Any]
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *arguments: Any) -> Any:
         """The data, read by the recipe's ``open``."""
-        return self.open(self.places, *given)
+        return self.open(self.places, *arguments)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``train`` names the training's function, ``open`` the one that reads its ``data``.
+    """``train`` names the training's function, ``open`` the function that reads its ``data``.
 
     ``chosen`` are the settings that the user gave.
     """
@@ -74,34 +74,34 @@ class Recipe:
     chosen: frozenset[str] = field(default=frozenset())
 
     def function(self) -> Callable[..., Found]:
-        """The training, imported now."""
-        if any(place.startswith("recipes.") for place in (self.train, self.open)):
+        """The training's function, imported now."""
+        if any(name.startswith("recipes.") for name in (self.train, self.open)):
             _import_checkout()
-        found: Callable[..., Found] = named(self.train)
-        return found
+        function: Callable[..., Found] = named(self.train)
+        return function
 
     def kinds(self) -> dict[str, Any]:
         """The annotations of the settings by name."""
-        found: dict[str, Any] = {}
+        kinds: dict[str, Any] = {}
         for name, hint in self._hints().items():
-            found |= _fields(hint) or {name: hint}
-        return found
+            kinds |= _fields(hint) or {name: hint}
+        return kinds
 
     def _hints(self) -> dict[str, Any]:
         """The annotations of the training's parameters: settings, or dataclasses of settings."""
         hints = _hints(self.function())
         return {name: hint for name, hint in hints.items() if name not in ("return", "recipe")}
 
-    def having(self, given: Mapping[str, Any]) -> Recipe:
+    def having(self, chosen: Mapping[str, Any]) -> Recipe:
         """This recipe with settings that the user chose; raises ``ValueError`` for unknown ones."""
         kinds = self.kinds()
-        for name in given:
+        for name in chosen:
             if name not in kinds:
                 raise unknown(f"setting of recipe {self.name}", name, kinds)
-        return replace(self, settings={**self.settings, **given}, chosen=self.chosen | set(given))
+        return replace(self, settings={**self.settings, **chosen}, chosen=self.chosen | set(chosen))
 
     def run(self) -> Found:
-        """Train; raises ``ValueError`` for settings that are missing or do not fit."""
+        """Run the training; raises ``ValueError`` for missing or invalid settings."""
         function = self.function()
         settings: dict[str, Any] = {}
         for name, kind in self.kinds().items():
@@ -113,32 +113,32 @@ class Recipe:
             if kind == Open:
                 settings[name] = partial(named(self.open), str(value))
             elif kind == Places:
-                places = [str(place) for place in _listed(value) if str(place)]
+                places = [str(place) for place in _as_list(value) if str(place)]
                 settings[name] = Places(places, named(self.open))
             else:
                 settings[name] = _fitting(name, value, kind)
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, hint in self._hints().items():
-            own = {field: settings[field] for field in _fields(hint)}
-            given[name] = hint(**own) if own else settings[name]
+            values = {field: settings[field] for field in _fields(hint)}
+            arguments[name] = hint(**values) if values else settings[name]
         if "recipe" in function.__annotations__:
-            given["recipe"] = replace(self, settings=settings)
-        return function(**given)
+            arguments["recipe"] = replace(self, settings=settings)
+        return function(**arguments)
 
 
 def recipes() -> dict[str, Path]:
-    """The config files by name: the package's, and in a checkout those of the pocket models."""
+    """The config files by name: the package's and, in a checkout, the pocket models'."""
     places = [SHIPPED, CHECKOUT] if (CHECKOUT / "coder.toml").is_file() else [SHIPPED]
-    return {file.stem: file for place in places for file in sorted(place.glob("*.toml"))}
+    return {file.stem: file for folder in places for file in sorted(folder.glob("*.toml"))}
 
 
 def load(name: str) -> Recipe:
-    """The recipe of a name or of a config file; raises ``ValueError`` for one that is none."""
-    own = name.endswith(".toml")
+    """The recipe ``name``, a name or a config file; raises ``ValueError`` if there is none."""
+    is_file = name.endswith(".toml")
     files = recipes()
-    if not own and name not in files:
+    if not is_file and name not in files:
         raise unknown("recipe", name, files)
-    file = Path(name) if own else files[name]
+    file = Path(name) if is_file else files[name]
     try:
         read = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -148,10 +148,10 @@ def load(name: str) -> Recipe:
     if "recipe" in read and keys <= {"recipe", "open"}:
         base = load(read["recipe"])
         base = replace(base, name=name, open=read.get("open", base.open))
-        if own:
+        if is_file:
             return base.having(settings)
         return replace(base, settings={**base.settings, **settings})
-    if own or "train" not in read or not keys <= {"train", "open"}:
+    if is_file or "train" not in read or not keys <= {"train", "open"}:
         raise ValueError(
             f'{file} must hold recipe = "NAME" and a table [settings], '
             f"got {', '.join(sorted(keys))}"
@@ -168,14 +168,14 @@ def train(name: str, **settings: Any) -> Found:
 
 
 def beside(model: str, folder: Path) -> Path:
-    """``folder`` of a model that a training adds a drafter to.
+    """The ``folder`` of a model to which a training adds a drafter.
 
-    Raises ``ValueError`` for a shipped model, by name or by its installed folder, since all users
-    share its files.
+    Raises ``ValueError`` for a shipped model (by name or installed folder), whose files all users
+    share.
     """
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     if model.startswith("pocket/") or any(
-        folder.resolve().is_relative_to(place) for place in installed
+        folder.resolve().is_relative_to(library) for library in installed
     ):
         raise ValueError(
             f"{model} is shipped with the package and is not written to; "
@@ -200,38 +200,39 @@ def _hints(thing: Any) -> dict[str, Any]:
 
 
 def _fields(hint: Any) -> dict[str, Any]:
-    """The settings of a dataclass of them."""
+    """The settings that are fields of the dataclass ``hint``."""
     return _hints(hint) if is_dataclass(hint) and hint is not Places else {}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
 def _fitting(name: str, value: Any, kind: Any) -> Any:
-    """``value`` as ``kind`` wants it; a text, as a command line gives it, is parsed."""
+    """``value`` converted to ``kind``; a text, as from a command line, is parsed."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         if value is None:
             return None
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) is list:
-        return [_fitting(name, each, typing.get_args(kind)[0]) for each in _listed(value)]
+        return [_fitting(name, item, typing.get_args(kind)[0]) for item in _as_list(value)]
     kind, *bounds = typing.get_args(kind) or (kind,)
-    found = _read(value, kind)
-    if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
+    parsed = _read(value, kind)
+    if not isinstance(parsed, kind) or (kind is int and isinstance(parsed, bool)):
         raise ValueError(f"{name} must be {WORDS[kind]}, got {value!r}")
     if bounds:
-        _check_bounds(name, found, *bounds)
-    return found
+        _check_bounds(name, parsed, *bounds)
+    return parsed
 
 
 def _check_bounds(name: str, value: float, least: float, most: float = float("inf")) -> None:
     if not least <= value <= most:  # true for NaN, too
-        wanted = f"at least {least}" if most == float("inf") else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {wanted}, got {value}")
+        bounds = f"at least {least}" if most == float("inf") else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {bounds}, got {value}")
 
 
 def _read(value: Any, kind: Any) -> Any:
+    """``value``, or the ``kind`` that a text spells; what does not parse is returned as is."""
     if kind is float and type(value) is int:
         return float(value)
     if kind is str and isinstance(value, Path):

@@ -63,23 +63,20 @@ class Training:
     device: str | None
 
     def begun(self, model: str, kind: str, recipe: Recipe) -> Begun:
-        """Begin the training of a drafter of method ``kind`` for ``model``.
+        """Begin training a drafter of method ``kind`` for ``model``.
 
         Raises ``ValueError`` for an unknown model, for folders that cannot be written, for an
-        existing drafter that is not to be replaced, and for a run that was begun with other
-        settings.
+        existing drafter that is not to be replaced, and for a run that began with other settings.
         """
         folder = beside(model, find_target(model))
-        place = folder / "drafters" / KINDS[kind].place
-        if (place / "config.json").exists() and not self.replace:
-            raise ValueError(
-                f"{place} exists, give --set replace=true to train another in its place"
-            )
-        writable(place.parent)
+        result = folder / "drafters" / KINDS[kind].place
+        if (result / "config.json").exists() and not self.replace:
+            raise ValueError(f"{result} exists already; give --set replace=true to replace it")
+        writable(result.parent)
         writable(self.out)
-        found = Begun(self, model, folder, place, facts_of(recipe))
-        check_same(self.out, found.facts)
-        return found
+        begun = Begun(self, model, folder, result, facts_of(recipe))
+        check_same(self.out, begun.facts)
+        return begun
 
     def run(self, facts: Mapping[str, object], **more: Any) -> Run:
         """The loop, with ``facts`` for its checkpoint; ``more`` override these settings."""
@@ -93,7 +90,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Targeted(Training):
-    """A training on the states of a target, which is loaded and measured as for serving."""
+    """A training on the states of a target; settings of the target's loading and measuring."""
 
     loss: str
     epochs: Amount | None
@@ -111,25 +108,25 @@ def load_frozen(
     folder: Path, device: str | None = None, dtype: str | None = None, device_map: str | None = None
 ) -> VLMTarget:
     """The frozen model in ``folder``, loaded as in pipelines."""
-    place = Place.named(device, dtype, device_map=device_map)
+    target_place = Place.named(device, dtype, device_map=device_map)
     where = folder if is_composed(folder) else weights_folder(folder)
     kind: Any = VQAPipeline if sees(folder) else TextPipeline
-    model, _ = kind.placed(folder, Placing.of(where, place, device_map))
+    model, _ = kind.placed(folder, Placing.of(where, target_place, device_map))
     return VLMTarget(model.requires_grad_(False), Processor(), str(folder))
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
-    """The facts that must not change when a run resumes: the version, settings by name."""
-    found = {"specmm": __version__}
+    """The facts that must not change when a run resumes: the version, and settings by name."""
+    facts = {"specmm": __version__}
     for name, value in recipe.settings.items():
         if name not in APART:
             several = value.places if isinstance(value, Places) else value
-            each = [_whole(x) for x in several] if isinstance(several, list) else _whole(several)
-            found[name] = _short(str(each))
-    return found
+            values = [_full(x) for x in several] if isinstance(several, list) else _full(several)
+            facts[name] = _short(str(values))
+    return facts
 
 
-def _whole(value: Any) -> Any:
+def _full(value: Any) -> Any:
     """``value``, or the absolute path if it is a path."""
     named = isinstance(value, str | Path) and str(value) and Path(value).exists()
     return str(Path(value).absolute()) if named else value
@@ -150,8 +147,8 @@ def sees(folder: Path) -> bool:
 @dataclass(frozen=True)
 class Lessons:
     """The data of a drafter's training: ``rows``, with a digest ``key`` and a function ``read``
-    that makes batches; ``said`` returns how often each token [V] is a token to draft. Acceptance is
-    measured on answers to the held-out ``prompt``, which end with ``ends``.
+    that makes batches; ``said`` returns how often each token [V] occurs as a token to draft.
+    Acceptance is measured on answers to the held-out ``prompt``, which end with ``ends``.
     """
 
     rows: Sequence[Any]
@@ -163,11 +160,11 @@ class Lessons:
     lengths: Sequence[int] = ()
 
     def vocabulary(self, most: int) -> Tensor | None:
-        """The ``most`` frequent tokens, or all that occur where they are fewer; None for 0."""
+        """The ``most`` frequent tokens, or all that occur if they are fewer; None for 0."""
         if not most:
             return None
-        said = self.said()
-        return said.topk(min(most, int((said > 0).sum()))).indices
+        counts = self.said()
+        return counts.topk(min(most, int((counts > 0).sum()))).indices
 
 
 @dataclass(frozen=True)
@@ -185,15 +182,15 @@ class Begun:
     @cached_property
     def target(self) -> VLMTarget:
         """The target, in its dtype and on its device."""
-        own = self.training
-        return load_frozen(self.folder, own_device(own.device), own.dtype, own.device_map)
+        args = self.training
+        return load_frozen(self.folder, own_device(args.device), args.dtype, args.device_map)
 
     def pipeline(self, method: str = "ar") -> Any:
         """The model's pipeline with a ``method``, on the target's device."""
-        own = self.training
+        args = self.training
         kind: Any = VQAPipeline if sees(self.folder) else TextPipeline
-        where = None if own.device_map else own_device(own.device)
-        options = dict(device=where, dtype=own.dtype, device_map=own.device_map)
+        where = None if args.device_map else own_device(args.device)
+        options = dict(device=where, dtype=args.dtype, device_map=args.device_map)
         return kind.from_pretrained(self.folder, method=method, **options)
 
     @cached_property
@@ -201,31 +198,31 @@ class Begun:
         """The model's own tokenizer."""
         return load_tokenizer(weights_folder(self.folder))
 
-    def mask(self, given: int | None) -> int:
-        """The mask token; raises ``ValueError`` where the tokenizer has none and none is given."""
-        found = self.tokenizer.mask_token_id if given is None else given
-        if found is None:
+    def mask(self, token: int | None) -> int:
+        """The mask ``token``, or the tokenizer's; raises ``ValueError`` without either."""
+        mask = self.tokenizer.mask_token_id if token is None else token
+        if mask is None:
             raise ValueError(
                 "tokenizer must have a mask token for a block drafter, got none; "
                 "give one of its ids as mask"
             )
-        return int(found)
+        return int(mask)
 
     def steps(self, rows: Sequence[Any]) -> int:
         """Optimiser steps over ``rows``."""
-        own = self.training
-        each = own.batch * own.accumulate
-        return math.ceil(own.epochs * len(rows) / each) if own.epochs else int(own.steps)
+        args = self.training
+        step_rows = args.batch * args.accumulate
+        return math.ceil(args.epochs * len(rows) / step_rows) if args.epochs else int(args.steps)
 
     def run(self, lessons: Lessons, drafter: Any, network: nn.Module, **more: Any) -> Run:
-        """The loop over the ``lessons``, with measurements of the ``drafter`` while its ``network``
-        learns; ``more`` override the training's settings.
+        """The training loop over ``lessons``, with measurements of the ``drafter`` while its
+        ``network`` learns; ``more`` override the training's settings.
         """
-        own = self.training
-        made = {**self.facts, "rows learnt": lessons.key, "target": digest(self.target.model)}
-        more |= dict(measure=self.tau(drafter, network, lessons), measure_every=own.measure_every)
-        found: Run = own.run(made, **{"steps": self.steps(lessons.rows), **more})
-        return found
+        args = self.training
+        facts = {**self.facts, "rows learnt": lessons.key, "target": digest(self.target.model)}
+        more |= dict(measure=self.tau(drafter, network, lessons), measure_every=args.measure_every)
+        run: Run = args.run(facts, **{"steps": self.steps(lessons.rows), **more})
+        return run
 
     def learn(
         self,
@@ -239,13 +236,13 @@ class Begun:
         clip: float = 1.0,
         **more: Any,
     ) -> Found:
-        """Train the ``drafter``, or a ``network`` of it, by the ``loss`` on the target's states on
-        ``lessons``, of which the drafter reads ``layers``; then ``save`` writes it.
+        """Train the ``drafter``, or its ``network``, by the ``loss`` on the target's states (of
+        ``layers``) on ``lessons``; then ``save`` writes it.
         """
-        own = self.training
+        args = self.training
         network = drafter if network is None else network
         run = self.run(lessons, drafter, network, **more)
-        options = (own.batch, own.seed, own.out, own.keep, lessons.lengths)
+        options = (args.batch, args.seed, args.out, args.keep, lessons.lengths)
         seen = SeenRows(self.target, lessons.rows, lessons.read, layers, *options)
         learn(network, loss, seen.batch, run, clip=clip)
         return self.end(save, run)
@@ -253,8 +250,8 @@ class Begun:
     def tau(
         self, drafter: Any, network: nn.Module, lessons: Lessons
     ) -> Callable[[], dict[str, float]]:
-        """The function that measures the ``drafter`` while its ``network`` learns: tokens a round
-        of greedy answers to held-out questions of ``lessons``, drafted in chains.
+        """A function that measures the ``drafter`` while its ``network`` learns: tokens a round of
+        greedy answers, drafted in chains, to the held-out questions of ``lessons``.
         """
         target, prompt = self.target, lessons.prompt
         method = methods.make(methods.GENERATE, self.place.name)
@@ -266,8 +263,8 @@ class Begun:
             stop = EndTokens(lessons.ends, target.device)
             length, uniforms = prompt.max_new_tokens, row_uniforms(prompt)
             with served(network, target.dtype):
-                own, rule = assemble(method, judge, drafter)
-                *_, end = decode(judge, own, rule, prompt, length, uniforms, stop=stop)
+                bound, rule = assemble(method, judge, drafter)
+                *_, end = decode(judge, bound, rule, prompt, length, uniforms, stop=stop)
             return {"tau": end.stats.tau}
 
         return measure
@@ -279,7 +276,7 @@ class Begun:
             head.acceptance = acceptance_of(target, head, [lessons.prompt], lessons.ends)
 
     def end(self, save: Callable[[], object], run: Run) -> Found:
-        """The training's results, which the first process writes by ``save``."""
+        """The training's results; the first process writes them by ``save``."""
         with one_first() as first:
             if first:
                 save()
@@ -289,15 +286,13 @@ class Begun:
 
 @contextmanager
 def served(network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """A block in which a ``network`` that learns in float32 has its weights in ``dtype``, as when
-    it drafts.
-    """
-    own = [weight for weight in network.parameters() if weight.dtype == torch.float32 != dtype]
-    kept = [weight.data for weight in own]
-    for weight in own:
+    """A block in which the float32 weights of ``network`` are in ``dtype``, as when it drafts."""
+    masters = [weight for weight in network.parameters() if weight.dtype == torch.float32 != dtype]
+    values = [weight.data for weight in masters]
+    for weight in masters:
         weight.data = weight.data.to(dtype)
     try:
         yield
     finally:
-        for weight, data in zip(own, kept, strict=True):
+        for weight, data in zip(masters, values, strict=True):
             weight.data = data

@@ -1,5 +1,5 @@
-"""The data of drafters' trainings, by recipes' settings: chats, texts, or texts and chats that the
-target makes up.
+"""The data of drafters' trainings, as recipes' settings name them: chats, texts, or texts and chats
+that the target makes up.
 
 Shape letters: R rows, L tokens of a row.
 """
@@ -41,7 +41,7 @@ PROMPT = 64  # tokens of a text's beginning that is continued to measure accepta
 
 @dataclass(frozen=True)
 class Data:
-    """Chats: files or folders of them, and how they are read."""
+    """Settings for chats: their files or folders, and how they are read."""
 
     data: Places
     held_out: Share
@@ -57,7 +57,7 @@ class Data:
         seed: int,
         unanswered: bool = False,
     ) -> Conversations:
-        """The chats for the model in ``folder``, which ``load`` loads if they need it; with
+        """The chats for the model in ``folder``, which ``load`` loads if needed; with
         ``unanswered`` the model fills in empty answers.
 
         Raises ``ValueError`` if no chat can be used.
@@ -65,35 +65,35 @@ class Data:
         if not self.data.places:
             raise ValueError("data must be files or folders of chats, got none; give data=FILE")
         opening = Opening(self.reader(folder), load, out, self.held_out, seed, unanswered)
-        found: Conversations = self.data(opening)
-        return found
+        opened: Conversations = self.data(opening)
+        return opened
 
     def reader(self, folder: Path) -> ChatReader:
         """The reader of chats for the model in ``folder``, which is not loaded."""
         if self.too_long not in TOO_LONG:
             raise unknown("too_long", self.too_long, TOO_LONG)
         words = load_processor(folder) if sees(folder) else load_tokenizer(weights_folder(folder))
-        config, ends = _known(folder)
+        config, ends = _config_and_ends(folder)
         room, cut = room_of(config.get_text_config()), self.too_long == "cut"
         return ChatReader(words, ends, room, self.max_length, cut, self.thinking)
 
 
-def _known(folder: Path) -> tuple[Any, list[int]]:
+def _config_and_ends(folder: Path) -> tuple[Any, list[int]]:
     """The config of the language model in ``folder``, and its end tokens."""
     if is_composed(folder):
         folder = find_target(read_json(folder / "config.json")["language_model"])
-    place = weights_folder(folder)
-    config = load_config(place)
-    file = place / "generation_config.json"
-    told = read_json(file).get("eos_token_id") if file.is_file() else None
-    told = config.get_text_config().eos_token_id if told is None else told
-    return config, [told] if isinstance(told, int) else list(told or [])
+    weights = weights_folder(folder)
+    config = load_config(weights)
+    file = weights / "generation_config.json"
+    eos = read_json(file).get("eos_token_id") if file.is_file() else None
+    eos = config.get_text_config().eos_token_id if eos is None else eos
+    return config, [eos] if isinstance(eos, int) else list(eos or [])
 
 
 @dataclass(frozen=True)
 class Source(Data):
-    """Chats, or texts for models that read text alone; the target itself answers or continues a
-    share ``drawn`` of them.
+    """Settings for chats or, for text models, texts; the target itself answers or continues a share
+    ``drawn`` of them.
     """
 
     text: list[Path]
@@ -103,36 +103,37 @@ class Source(Data):
     answer_tokens: Count
 
     def lessons(self, begun: Begun) -> Lessons:
-        """The data of a drafter's training; the first process makes the drawn part.
+        """The data of a drafter's training; the first process generates the drawn part.
 
-        Raises ``ValueError`` for settings of another kind of model, and without any data.
+        Raises ``ValueError`` for settings that do not suit the model, and without any data.
         """
         settings = {"data": self.data.places, "text": self.text, "chats": self.chats}
-        given = [name for name, value in settings.items() if value]
-        if len(given) > 1:
-            raise ValueError(f"give {given[0]} or {given[1]}, not both")
-        if sees(begun.folder) and given != ["data"]:
-            found = f"{given[0]}, which is for models that read text alone" if given else "none"
-            raise ValueError(f"data must be given of chats that show pictures, got {found}")
+        sources = [name for name, value in settings.items() if value]
+        if len(sources) > 1:
+            raise ValueError(f"give {sources[0]} or {sources[1]}, not both")
+        if sees(begun.folder) and sources != ["data"]:
+            got = f"{sources[0]}, which is for models that read text alone" if sources else "none"
+            raise ValueError(f"data must be chats that show pictures, got {got}")
         with one_first():
-            return self._chats(begun) if given == ["data"] else self._texts(begun)
+            return self._chats(begun) if sources == ["data"] else self._texts(begun)
 
     def _chats(self, begun: Begun) -> Lessons:
-        own = begun.training
+        """Training data from chats, a share of them with the target's own answers."""
+        training = begun.training
         load = lambda: begun.target  # noqa: E731
-        opened = self.opened(begun.folder, load, own.out, own.seed, self.drawn == 1)
+        opened = self.opened(begun.folder, load, training.out, training.seed, self.drawn == 1)
         rows = opened.rows(self.rows)
         if self.drawn:
-            kept = Spool(own.out)
-            made = (begun.pipeline("auto"), opened.reader, rows, self.drawn, self.answer_tokens)
-            for chat in answered(*made, own.out):
-                kept.add(chat)
-            rows = kept
+            spool = Spool(training.out)
+            inputs = (begun.pipeline("auto"), opened.reader, rows, self.drawn, self.answer_tokens)
+            for chat in answered(*inputs, training.out):
+                spool.add(chat)
+            rows = spool
         lengths = array("q", (chat.length for chat in rows))
-        return replace(lessons_of(opened, rows, own.scenes), lengths=lengths)
+        return replace(lessons_of(opened, rows, training.scenes), lengths=lengths)
 
     def _texts(self, begun: Begun) -> Lessons:
-        """Rows of texts; of given ones the last share is held out."""
+        """Training data from texts; the last share of given texts is held out."""
         words, target = begun.tokenizer, begun.target
         out, seed, scenes = begun.training.out, begun.training.seed, begun.training.scenes
         count = self.rows or TEXT_ROWS
@@ -141,27 +142,25 @@ class Source(Data):
         if self.chats:
             drawn = drawn_chats(begun.pipeline(), count + scenes, length, out, seed)
             starts = torch.arange(0, count * length, length)
-            rows, held = Rows(drawn.flatten(), starts, length), drawn[count:]
+            rows, held_out = Rows(drawn.flatten(), starts, length), drawn[count:]
         else:
             stream = text_stream(words, out, self.text)
             if self.text:
-                stream, held = split(stream, self.held_out, length, PROMPT)
+                stream, held_out = split(stream, self.held_out, length, PROMPT)
             else:
-                held = text_stream(words, out, held_out=True)
-            held = windows(held, 0, scenes, PROMPT, seed)
+                held_out = text_stream(words, out, held_out=True)
+            held_out = windows(held_out, 0, scenes, PROMPT, seed)
             rows = Rows.of(stream, count, length, seed)
-            if own := round(self.drawn * count):
-                beginnings = rows[:own][:, : length // 4]
+            if drawn_count := round(self.drawn * count):
+                beginnings = rows[:drawn_count][:, : length // 4]
                 rows = rows.after(drawn_rows(target, beginnings, length, (0.0, 1.0), out, seed))
-        prompt = VLMPrompt(padded(held[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
+        prompt = VLMPrompt(padded(held_out[:, :PROMPT].tolist()), min(LONGEST, room - PROMPT))
         key = key_of(row.numpy().tobytes() for row in rows)
-        return Lessons(rows, key, read_rows, rows.said, prompt, _known(begun.folder)[1])
+        return Lessons(rows, key, read_rows, rows.said, prompt, _config_and_ends(begun.folder)[1])
 
 
 def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lessons:
-    """The data of a drafter's training from ``rows`` of chats ``opened``, measured on ``scenes``
-    held-out questions.
-    """
+    """The data of a drafter's training from ``rows``; measured on ``scenes`` held-out questions."""
     key = key_of(chat.said for chat in rows)
     reader = opened.reader
     prompt = opened.prompts(scenes)
@@ -170,10 +169,10 @@ def lessons_of(opened: Conversations, rows: Sequence[Any], scenes: int) -> Lesso
 
 def key_of(rows: Iterable[bytes]) -> str:
     """A digest of ``rows``."""
-    found = hashlib.sha256()
+    sha = hashlib.sha256()
     for row in rows:
-        found.update(hashlib.sha256(row).digest())
-    return found.hexdigest()[:16]
+        sha.update(hashlib.sha256(row).digest())
+    return sha.hexdigest()[:16]
 
 
 def read_rows(rows: Sequence[Tensor]) -> tuple[VLMPrompt, Tensor]:

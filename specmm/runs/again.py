@@ -17,6 +17,7 @@ from specmm.extending.kinds import shown
 from specmm.extending.registry import unknown
 from specmm.image_ar.records import (
     FORMATS,
+    MIXED,
     MODELS,
     OWN,
     SUM,
@@ -24,14 +25,16 @@ from specmm.image_ar.records import (
     picture_file,
     processor,
     read_record,
+    rounding,
     sum_of,
     versions,
 )
 from specmm.loading.files import sentence_of, writable, write_whole
 from specmm.loading.hardware import Place
 from specmm.loading.pictures import upright
+from specmm.methods.making import parse_method
 from specmm.programs.batch_invariant import batch_invariant
-from specmm.runs.run import open_model, parse_method
+from specmm.runs.run import open_model
 from specmm.zoo.model_files import digest_of_models
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ def draw_like(
         if kind is None:
             raise ValueError(f"{file} must be PNG, WebP or JPEG, got {opened.format}")
         try:
-            wanted = np.asarray(upright(opened))
+            pixels = np.asarray(upright(opened))
         except ValueError as error:
             raise ValueError(f"{file} {error}") from None
     drawn = writable(out) / file.name
@@ -104,14 +107,14 @@ def draw_like(
             )
     place = Place.named(record["device"], record["dtype"])
     pipe = open_model("images", str(names.pop("model")), place, **names)
-    found = differences(record, pipe)
-    for line in found:
+    differing = differences(record, pipe)
+    for line in differing:
         tell(f"note: {line}, so bits may differ")
     data = picture_file(draw_again(record, pipe), kind, record)
     write_whole(drawn, data)
     with Image.open(drawn) as opened:
-        equal = np.array_equal(np.asarray(opened.convert("RGB")), wanted)
-    return Again(file, drawn, equal, found)
+        equal = np.array_equal(np.asarray(opened.convert("RGB")), pixels)
+    return Again(file, drawn, equal, differing)
 
 
 def checked_record(file: Path) -> Record:
@@ -155,6 +158,8 @@ def odd_field(record: Record) -> str:
     asked = batch if isinstance(batch, list) else []
     fine = {name: type(record.get(name)) is kind for name, kind in {**KINDS, what: str}.items()}
     fine |= {name: isinstance(record.get(name, ""), str) for name in MODELS}
+    fine["autocast"] = str(record.get("autocast", "bfloat16")) in MIXED
+    fine["float32_matmul"] = record.get("float32_matmul", "high") in ("high", "medium")
     fine["device"] &= not str(record.get("device")).startswith("meta")  # without numbers
     fine["batch"] = bool(asked) and all(
         isinstance(one, dict) and type(one.get(what)) is str and type(one.get("seed")) is int
@@ -171,14 +176,14 @@ def differences(record: Record, pipe: Images) -> list[str]:
     """Sentences on how machine and software differ from ``record``; the bits may, too."""
     then = {**record["versions"], "the processor": record["processor"]}
     here = {**versions(), "the processor": processor(pipe.device)}
-    found = [
+    sentences = [
         f"{name} was {then.get(name)} and is {now}"
         for name, now in here.items()
         if then.get(name) != now
     ]
     if record["files"] != pipe.files:
-        found.append(f"the files of {record['model']} are others than they were")
-    return found
+        sentences.append(f"the files of {record['model']} are others than they were")
+    return sentences
 
 
 def draw_again(record: Record, pipe: Images) -> Image.Image:
@@ -192,15 +197,16 @@ def draw_again(record: Record, pipe: Images) -> Image.Image:
     one = {name: record[name] for name in OWN if name in record}
     asked = record.get("batch") or [one] * (record.get("rows", 1) if record["compiled"] else 1)
     kind = "class" if "class" in record else "prompt"
-    given: dict[str, Any] = {pipe.takes: [one[kind] for one in asked]}
+    arguments: dict[str, Any] = {pipe.takes: [one[kind] for one in asked]}
     if any("negative_prompt" in one for one in asked):
-        given["negative_prompt"] = [one.get("negative_prompt", "") for one in asked]
+        arguments["negative_prompt"] = [one.get("negative_prompt", "") for one in asked]
     method = parse_method(pipe.registry, record["method"])
     seeds = [one["seed"] for one in asked]
     invariant = batch_invariant() if record["batch_invariant"] else nullcontext()
-    with settled(pipe.transformer, record["threads"]), invariant:
+    settings = rounding(record, pipe.device.type)
+    with settled(pipe.transformer, record["threads"]), invariant, settings:
         out = pipe(
-            **given,
+            **arguments,
             **record["options"],
             seed=seeds[0] if method.one_generator else seeds,
             method=method,

@@ -11,8 +11,9 @@ from specmm import methods
 from specmm.choose.threads import settled
 from specmm.extending.outside import of_others
 from specmm.image_ar.pipeline import family_of
+from specmm.methods.making import parse_methods
 from specmm.runs.race import Quickest, batches, facts_of, measure, raced, summary, usual, with_plain
-from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_model, parse_methods
+from specmm.runs.run import Kind, Place, default_method, draws, kinds_of, open_model
 
 
 @dataclass(frozen=True)
@@ -34,17 +35,19 @@ class Bench:
 
     def pictures(self, prompts: Sequence[str], size: dict[str, Any]) -> list[dict[str, Any]]:
         """A row for each method that draws ``prompts``, or classes, in this ``size``."""
-        own = self._own()
+        theirs = self._own()
         family = family_of(self.model)
-        pipe = open_model("images", self.model, self.place, drafter=None if own else self.drafter)
+        pipe = open_model(
+            "images", self.model, self.place, drafter=None if theirs else self.drafter
+        )
         if self.contenders is not None:
             chosen = parse_methods(family.methods, self.contenders)
-        elif own:
+        elif theirs:
             chosen = [methods.by_hand(family.methods, methods.AR(), self.drafter)]
         else:
             chosen = pipe.runnable(parse_methods(family.methods, family.compared))
-        given = (self.batch, self.runs, self.seed, prompts, self.compiled)
-        rows = measure(pipe, self.model, chosen, *given, **size)
+        arguments = (self.batch, self.runs, self.seed, prompts, self.compiled)
+        rows = measure(pipe, self.model, chosen, *arguments, **size)
         return [{**row, "kind": "images"} for row in rows]
 
     def texts(
@@ -81,13 +84,13 @@ class Bench:
 
         Raises ``ValueError`` if ``contenders`` are given, too: none of them would use it.
         """
-        own = self.drafter is not None and of_others(self.drafter)
-        if own and self.contenders is not None:
+        theirs = self.drafter is not None and of_others(self.drafter)
+        if theirs and self.contenders is not None:
             raise ValueError(
                 f"--drafter {self.drafter} is a method of its own; leave --methods out, or give "
                 f"--methods {self.contenders},draft(drafter={self.drafter}) and no --drafter"
             )
-        return own
+        return theirs
 
 
 def kind_of(model: str, questions: Sequence[str]) -> Kind:

@@ -18,8 +18,9 @@ from specmm.image_ar.records import write_pictures
 from specmm.loading.files import slug, write_whole
 from specmm.loading.pictures import packed
 from specmm.methods import IMAGE_TOKENS
+from specmm.methods.making import parse_methods
 from specmm.runs.race import Lane, race, summaries
-from specmm.runs.run import Place, open_model, parse_methods
+from specmm.runs.run import Place, open_model
 
 METHODS = "ar,speculative,lantern++"
 FAVOURITES = ("face-smiling", "heart", "food-fruit", "country-flag")

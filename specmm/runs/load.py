@@ -147,9 +147,9 @@ async def served(
                 start = begin + at if clients is None else time.perf_counter()
                 return await _served(client, base + path, common | body, start)
 
-        found = await asyncio.gather(*(ask(number, at) for number, at in enumerate(times)))
+        answered = await asyncio.gather(*(ask(number, at) for number, at in enumerate(times)))
         seconds = time.perf_counter() - begin
-    return model, found, seconds
+    return model, answered, seconds
 
 
 def protocol(url: str, key: str) -> tuple[str, dict[str, str]]:
@@ -160,10 +160,10 @@ def protocol(url: str, key: str) -> tuple[str, dict[str, str]]:
 
 def listed(answer: httpx.Response) -> list[str]:
     """The models in a server's ``answer``; raises one of ``UNLISTED`` if there are none."""
-    found = [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
-    if not found:
+    models = [str(model["id"]) for model in answer.raise_for_status().json()["data"]]
+    if not models:
         raise LookupError("an empty list")
-    return found
+    return models
 
 
 async def _first_model(client: httpx.AsyncClient, base: str) -> str:
@@ -227,23 +227,23 @@ def said_in(choice: Mapping[str, Any]) -> str:
 
 def measured(served: Sequence[Served], seconds: float) -> dict[str, Any]:
     """A summary of the requests ``served`` within ``seconds``."""
-    good = [one for one in served if not one.error]
-    tokens = sum(one.tokens for one in good)
-    seen = [one for one in good if one.pieces]
-    spans = [(one.pieces[-1] - one.pieces[0], one.tokens - 1) for one in seen]
-    pauses = [b - a for one in seen for a, b in pairwise(one.pieces)]
+    answered = [one for one in served if not one.error]
+    tokens = sum(one.tokens for one in answered)
+    with_text = [one for one in answered if one.pieces]
+    spans = [(one.pieces[-1] - one.pieces[0], one.tokens - 1) for one in with_text]
+    pauses = [b - a for one in with_text for a, b in pairwise(one.pieces)]
     return {
         "requests": len(served),
         "errors": dict(Counter(one.error for one in served if one.error)),
         "seconds": seconds,
-        "prompt_tokens": sum(one.prompt for one in good),
+        "prompt_tokens": sum(one.prompt for one in answered),
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
-        "requests_per_second": len(good) / seconds,
-        "first_token": percentiles([one.pieces[0] - one.start for one in seen]),
+        "requests_per_second": len(answered) / seconds,
+        "first_token": percentiles([one.pieces[0] - one.start for one in with_text]),
         "between_tokens": percentiles([span / n for span, n in spans if n > 0]),
         "pause": percentiles(pauses),
-        "answer": percentiles([one.end - one.start for one in good]),
+        "answer": percentiles([one.end - one.start for one in answered]),
     }
 
 
@@ -251,5 +251,5 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
     """By nearest rank; None where there are no ``values``."""
     if not values:
         return dict.fromkeys(f"p{p}" for p in PERCENTILES)
-    found = np.percentile(values, PERCENTILES, method="inverted_cdf").tolist()
-    return {f"p{p}": value for p, value in zip(PERCENTILES, found, strict=True)}
+    numbers = np.percentile(values, PERCENTILES, method="inverted_cdf").tolist()
+    return {f"p{p}": value for p, value in zip(PERCENTILES, numbers, strict=True)}

@@ -22,7 +22,8 @@ from specmm.core.tree import TreeShape
 from specmm.extending.outside import DraftRequest, make_drafter, of_others
 from specmm.hf.drafters.drafting import row_uniforms
 from specmm.methods import label
-from specmm.runs.run import Kind, Place, open_model, place_of, planning_bar, tree_of
+from specmm.methods.making import tree_of
+from specmm.runs.run import Kind, Place, open_model, place_of, planning_bar
 from specmm.shape.sequoia import best_tree
 from specmm.shape.trees import spine, static_tree
 from specmm.verify import Recursive
@@ -49,14 +50,14 @@ def plan_model(
     Raises ``ValueError`` for a model of continuous tokens, for which there is nothing to plan, and
     for ``tv`` where no relaxed method takes part.
     """
-    own = drafter is not None and of_others(drafter)
-    pipe = open_model("images", model, place, drafter=None if own else drafter)
+    theirs = drafter is not None and of_others(drafter)
+    pipe = open_model("images", model, place, drafter=None if theirs else drafter)
     if pipe.plans is None:
         raise ValueError(
             f"nothing is planned for models of continuous tokens such as {model}; specmm bench "
             "measures their methods"
         )
-    if tv is not None and (own or pipe.plans == "scales"):
+    if tv is not None and (theirs or pipe.plans == "scales"):
         raise ValueError(f"tv is for models of picture tokens and their own drafters, got {tv}")
     target = pipe.measured({"cfg": cfg}, prompt, **wanted)
     with settled(pipe.transformer):
@@ -64,7 +65,7 @@ def plan_model(
             with planning_bar():
                 return _by_n(model, batch, pipe.transformer.dtype, pipe.plan(batch, target))
         with planning_bar():
-            if own:
+            if theirs:
                 uniforms = Uniforms.from_seeds(range(batch), target.device)
                 prompt = target.any_prompt(batch)
                 asked = Asked(target, prompt, target.length, uniforms)
@@ -87,15 +88,15 @@ def plan_language(
     """
     kind: Kind = "text" if isinstance(asked[0], str) else "questions"
     pipe = open_model(kind, model, place, "auto" if drafter is None else None, drafter)
-    given = (list(asked),) if kind == "text" else tuple(map(list, zip(*asked, strict=True)))
+    arguments = (list(asked),) if kind == "text" else tuple(map(list, zip(*asked, strict=True)))
     with settled(pipe.model), planning_bar():
         facts = place_of(pipe.model)
         if drafter is not None and of_others(drafter):
-            target, prompt = pipe.prepared(*given, **options)
+            target, prompt = pipe.prepared(*arguments, **options)
             length = prompt.max_new_tokens
             text = Asked(target, prompt, length, row_uniforms(prompt))
             return _said(model, len(asked), facts, _own(drafter, text))
-        pipe.planned(*given, **options)
+        pipe.planned(*arguments, **options)
         [record] = pipe.records.values()
         return _said(model, len(asked), facts, record)
 
@@ -141,10 +142,10 @@ def _own(drafter: object, asked: Asked) -> Record:
     trees = [best_tree(counter.table(), nodes, levels) for nodes in SIZES]
     shapes = {methods.Draft(drafter, tuple(tree.parents[0].tolist())): tree for tree, _ in trees}
     taus = {tree.size: tau for tree, tau in trees}
-    found = [
+    candidates = [
         Candidate(method, taus[tree.size], tree.size, tree.depth) for method, tree in shapes.items()
     ]
-    record = Record(found, now=clock_of(target.device))
+    record = Record(candidates, now=clock_of(target.device))
     record.choose(begin, asked.length, asked.length, math.inf)
     return record
 
@@ -152,17 +153,17 @@ def _own(drafter: object, asked: Asked) -> Record:
 def _said(model: str, batch: int, facts: dict[str, Any], record: Record) -> Planned:
     """The measurements of a ``record``, for JSON and for people."""
     choice, reason = label(record.fastest()), record.reason()
-    found: dict[str, Any] = {"model": model, "batch": batch, **facts, "choice": choice}
-    found |= {"reason": reason, "plain_seconds_per_token": record.each(PLAIN.method)}
+    plan: dict[str, Any] = {"model": model, "batch": batch, **facts, "choice": choice}
+    plan |= {"reason": reason, "plain_seconds_per_token": record.each(PLAIN.method)}
     lines = [f"{model}, {batch} at a time, {facts['dtype']}, {facts['threads']} threads"]
     costs = measured(record)
     parts = ("step", "host", "draft", "verify")
-    found["costs"] = None if costs is None else {name: getattr(costs, name) for name in parts}
-    found["candidates"] = [_tried(record, one) for one in record.order if one != PLAIN]
+    plan["costs"] = None if costs is None else {name: getattr(costs, name) for name in parts}
+    plan["candidates"] = [_tried(record, one) for one in record.order if one != PLAIN]
     lines.append(f"plain       {1000 * record.each(PLAIN.method):.2f} ms a token")
-    lines += [f"candidate   {_about(row)}" for row in found["candidates"]]
+    lines += [f"candidate   {_about(row)}" for row in plan["candidates"]]
     gain = record.gain(record.fastest())
-    return found, [*lines, f"choice      {choice}, {gain:.2f}x plain decoding"]
+    return plan, [*lines, f"choice      {choice}, {gain:.2f}x plain decoding"]
 
 
 def _tried(record: Record, one: Candidate) -> dict[str, Any]:
@@ -181,11 +182,11 @@ def _tried(record: Record, one: Candidate) -> dict[str, Any]:
 
 def _about(row: dict[str, Any]) -> str:
     """A candidate for people."""
-    found = [row["choice"]]
+    parts = [row["choice"]]
     if row["speedup"] is not None:
-        found.append(f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}")
-    found += [f"total variation {row['tv']:.3f} a token"] if row["tv"] else []
-    return ", ".join(found) + (f"; left, since {row['left']}" if row["left"] else "")
+        parts.append(f"{row['speedup']:.2f}x plain decoding, tau {row['tau']:.2f}")
+    parts += [f"total variation {row['tv']:.3f} a token"] if row["tv"] else []
+    return ", ".join(parts) + (f"; left, since {row['left']}" if row["left"] else "")
 
 
 def plan_traced(file: Path, costs: Path | None, batch: int | None, trees: Sequence[str]) -> Planned:

@@ -246,8 +246,8 @@ def usual(pipe: Pipeline) -> list[Any]:
     """
     aside = methods.AnswerSJD.name
     drafting = [name for name, kind in KINDS.items() if kind.make and name != aside]
-    found = [name for name in drafting if name in pipe.registry and pipe.drafters.has(name)]
-    return [methods.make(pipe.registry, name) for name in found]
+    names = [name for name in drafting if name in pipe.registry and pipe.drafters.has(name)]
+    return [methods.make(pipe.registry, name) for name in names]
 
 
 def with_plain(contenders: Sequence[Any]) -> list[Any]:

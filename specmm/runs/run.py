@@ -5,15 +5,13 @@ A picture's uniforms depend on its own seed only, so a run calls the pipeline fo
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -154,91 +152,6 @@ def open_model(
     from specmm.text.pipeline import TextPipeline
 
     return TextPipeline.from_pretrained(model, method, drafter, place.dtype, place.device)
-
-
-# ---- methods from text
-
-
-def parse_method(registry: Registry, text: str, options: Sequence[str] = ()) -> Any:
-    """The one method that ``text`` names, NAME or NAME(KEY=VALUE, …), with ``options`` KEY=VALUE.
-
-    Raises ``ValueError`` for another number of methods, and for a name, an option or a value that
-    is not known.
-    """
-    if len(_split(text)) != 1:
-        raise ValueError(f"method must be one, got {text!r}")
-    name, bracket, rest = text.strip().partition("(")
-    if bracket and not rest.endswith(")"):
-        raise ValueError(f"a method must read NAME or NAME(KEY=VALUE, …), got {text!r}")
-    kind = registry.get(name.strip())
-    hints = get_type_hints(kind)
-    known = {f.name for f in dataclasses.fields(kind)}
-    given: dict[str, object] = {}
-    for option in (*_split(rest.removesuffix(")")), *options):
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise ValueError(f"a method's option must read KEY=VALUE, got {option!r}")
-        key = key.strip().replace("-", "_")
-        key = f"{key}_" if key not in known and f"{key}_" in known else key  # lambda is lambda_
-        value = value.strip()
-        given[key] = _value(key, value, hints[key]) if key in known else value
-    return methods.make(registry, kind.name, **given)
-
-
-def parse_methods(registry: Registry, text: str) -> list[Any]:
-    """Methods separated by commas, as :func:`parse_method` reads each."""
-    found = [parse_method(registry, one) for one in _split(text)]
-    if not found:
-        raise ValueError("methods must name at least one, such as ar,lantern++")
-    return found
-
-
-def _split(text: str) -> list[str]:
-    """Parts of ``text`` between commas outside brackets."""
-    parts = [""]
-    depth = 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [p.strip() for p in parts if p.strip()]
-
-
-def _value(key: str, text: str, kind: Any) -> object:
-    """``text`` as a value of the option ``key``, which is annotated as ``kind``."""
-    if get_origin(kind) is Literal:
-        if text not in get_args(kind):
-            raise unknown(key, text, get_args(kind))
-        return text
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{key} must be true or false, got {text!r}")
-        return text.lower() == "true"
-    if kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise ValueError(f"{key} must be {wanted}, got {text!r}") from None
-    if int in get_args(kind) and text.isdigit():
-        return int(text)
-    if text == "None" and type(None) in get_args(kind):
-        return None
-    return tree_of(text)
-
-
-def tree_of(text: str) -> methods.TreeName:
-    """A tree's name, or numbers "3,2,1" (brackets allowed)."""
-    try:
-        numbers = ast.literal_eval(text if "," in text else f"({text},)")
-    except (ValueError, SyntaxError):
-        return text
-    numbers = numbers[0] if isinstance(numbers[0], tuple) else numbers
-    if not all(isinstance(n, int) for n in numbers):
-        raise ValueError(f"tree must be a name or whole numbers such as 3,2,1, got {text!r}")
-    return tuple(numbers)
 
 
 def _options(method: object) -> dict[str, object]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from specmm import methods
 from specmm.image_ar.records import picture_file
-from specmm.runs.run import Place, check_sampling, methods_of, open_model, parse_method
+from specmm.methods.making import parse_method
+from specmm.runs.run import Place, check_sampling, methods_of, open_model
 from specmm.serving.fields import Fields, Refused
 
 MOST = 16  # pictures of a request

@@ -95,7 +95,7 @@ class Api:
         await asyncio.gather(*ends, self._drawn(seconds))
 
     async def _drawn(self, seconds: float) -> None:
-        """Wait for the pictures that are being drawn."""
+        """Wait up to ``seconds`` for pictures that are being drawn, then stop their painters."""
         end = time.monotonic() + seconds
         while self.waiting and time.monotonic() < end:
             await asyncio.sleep(0.05)

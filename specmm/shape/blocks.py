@@ -40,9 +40,9 @@ def block_tree(marginals: Tensor, root: Tensor, total: int) -> DraftTree:
         above = pool[-1][0]
         rows, columns = _pairs(above.shape[1], scores.shape[-1], count, str(marginals.device))
         products = above[:, rows] + scores[:, depth, columns]
-        kept = products.topk(min(count, products.shape[1]))
-        added = tokens[:, depth][:, columns].gather(1, kept.indices)
-        pool.append((kept.values, added, rows[kept.indices] + first))
+        best = products.topk(min(count, products.shape[1]))
+        added = tokens[:, depth][:, columns].gather(1, best.indices)
+        pool.append((best.values, added, rows[best.indices] + first))
         first += above.shape[1]
     pool_scores, pool_tokens, pool_parents = (
         torch.cat(part, dim=1) for part in zip(*pool, strict=True)

@@ -27,7 +27,7 @@ from specmm.core.tree import DraftTree, TreeShape
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2's tree: beams of ``top_k`` over ``depth`` + 1 levels, ``total`` nodes are kept."""
+    """EAGLE-2's tree: beams of ``top_k`` over ``depth`` + 1 levels, reranked to ``total`` nodes."""
 
     top_k: int = 10
     depth: int = 4
@@ -137,9 +137,9 @@ def rerank(
 ) -> tuple[Tensor, TreeShape]:
     """The best ``total`` - 1 of a pool [B, M]: tokens in pool order, and the shape with a root.
 
-    Parents must come before their children in the pool and score at least as much; among equals the
-    earlier wins, so a node is never kept without its parent. ``depth`` and ``width`` are the pool's
-    bounds.
+    Parents must precede their children in the pool and score at least as much. Ties go to the
+    earlier candidate, so a node is never kept without its parent. ``depth`` and ``width`` are the
+    pool's bounds.
     """
     count = total - 1
     if not 1 <= count <= pool_scores.shape[1]:
@@ -147,13 +147,13 @@ def rerank(
             f"total must be in [2, {pool_scores.shape[1] + 1}] for this pool, got {total}"
         )
     order = pool_scores.sort(dim=1, descending=True, stable=True).indices
-    kept = order[:, :count].sort(dim=1).values
-    parents = pool_parents.gather(1, kept)
-    nodes = torch.searchsorted(kept, parents) + 1
+    best = order[:, :count].sort(dim=1).values
+    parents = pool_parents.gather(1, best)
+    nodes = torch.searchsorted(best, parents) + 1
     nodes = torch.where(parents < 0, 0, nodes)
     nodes = torch.nn.functional.pad(nodes, (1, 0), value=-1)
     shape = TreeShape(nodes, depth=min(depth, count), width=min(width, count))
-    return pool_tokens.gather(1, kept), shape
+    return pool_tokens.gather(1, best), shape
 
 
 def _topk(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:

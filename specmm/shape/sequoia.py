@@ -2,9 +2,9 @@
 
 The positional model: if a node is accepted, its child of rank r is the accepted child with
 probability a[r], whatever the context. So a is a sub-distribution over ranks, and its sum is the
-chance that the path continues. A table with one such a per depth refines it. A tree's value is the
-sum over its nodes of the product of a[rank] along the path. The best tree under a node splits its
-budget among the children, rank by rank: a dynamic programme, run once, on the host.
+chance that the path continues. A table with a separate a for each depth refines it. A tree's value
+is the sum over its nodes of the product of a[rank] along the path. The best tree under a node
+splits its budget among the children, rank by rank: a dynamic programme, run once, on the host.
 
 Shape letters: B batch, N nodes (the root included), D deepest level, K ranks.
 """
@@ -54,10 +54,10 @@ def reach(shape: TreeShape, rank_acceptance: Acceptance) -> Tensor:
         step = padded[(shape.depths - 1).clamp(min=0), shape.ranks]
     root = shape.parents < 0
     parents = shape.parents.clamp(min=0)
-    kept = root.double()
+    reached = root.double()
     for _ in range(shape.depth):
-        kept = torch.where(root, 1.0, step * kept.gather(1, parents))
-    return kept
+        reached = torch.where(root, 1.0, step * reached.gather(1, parents))
+    return reached
 
 
 def expected_tau(shape: TreeShape, rank_acceptance: Acceptance) -> Tensor:
@@ -73,8 +73,8 @@ def best_tree(
 ) -> tuple[TreeShape, float]:
     """The shape with the largest expected tau, of at most ``total`` nodes and ``max_depth`` levels.
 
-    Returns that tau, too. ``rank_acceptance`` is [K] or [D, K]. Nodes that could never be kept are
-    left out.
+    Returns that tau, too. ``rank_acceptance`` is [K] or [D, K]. Nodes that could never be accepted
+    are left out.
     """
     values, splits = _solve(rank_acceptance, total, max_depth)
     return TreeShape.from_parents(_build(splits, total), device), float(values[total])
@@ -87,12 +87,12 @@ def _solve(rank_acceptance: Acceptance, total: int, max_depth: int) -> tuple[Arr
             f"total must be at least 1 and max_depth at least 0, got {total} and {max_depth}"
         )
     table: Array = rank_table(rank_acceptance, max_depth).numpy()
-    alone = np.concatenate([[-np.inf], np.ones(total)])  # no node, or one without children
-    values = alone
+    single = np.concatenate([[-np.inf], np.ones(total)])  # no node, or one without children
+    values = single
     splits: Splits = []
     for row in table[::-1]:
         forest, choice = _split(row, values)
-        values = alone.copy()
+        values = single.copy()
         values[1:] += forest[:-1]
         splits.insert(0, choice)
     return values, splits
@@ -101,8 +101,8 @@ def _solve(rank_acceptance: Acceptance, total: int, max_depth: int) -> tuple[Arr
 def _split(row: Array, subtree: Array) -> tuple[Array, list[NDArray[np.int64]]]:
     """Best value of one node's children by budget left, and the first child's share by rank.
 
-    forest_r(n) = max over m of a[r] * subtree(m) + forest_{r+1}(n - m), or 0 when the ranks from r
-    on stay empty.
+    forest_r(n) = max over m of a[r] * subtree(m) + forest_{r+1}(n - m), or 0 if the ranks from r on
+    stay empty.
     """
     size = len(subtree)
     left = np.arange(size)[:, None] - np.arange(size)  # [n, m]: budget after a child of m nodes
@@ -127,13 +127,13 @@ def _build(splits: Splits, total: int) -> list[int]:
     for ranks in splits:
         below: list[tuple[int, int]] = []
         for node, budget in level:
-            left = budget
+            remaining = budget
             for share in ranks:
-                given = int(share[left])
-                if given == 0:
+                size = int(share[remaining])
+                if size == 0:
                     break
-                below.append((len(parents), given - 1))
+                below.append((len(parents), size - 1))
                 parents.append(node)
-                left -= given
+                remaining -= size
         level = below
     return parents

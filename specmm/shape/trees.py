@@ -2,8 +2,9 @@
 
 Trees of fixed shape do not depend on the tokens drawn, which the ratio rules need to be exact:
 published lists (LANTERN++, EAGLE-1; Medusa's ``tree_choices``), branching factors (SpecInfer, RSD),
-spines, chains, delayed trees. A new shape is a function to a :class:`specmm.core.tree.TreeShape`
-and an entry in :data:`OURS`; others register theirs (:func:`specmm.register`).
+spines, chains, delayed trees. To add a shape, write a function that returns a
+:class:`specmm.core.tree.TreeShape` and an entry in :data:`OURS`; third parties register theirs
+(:func:`specmm.register`).
 
 Siblings are k tokens per parent drawn from the draft distribution q, together with the distribution
 each was drawn from, as the ratio rules need it (recursive rejection, traversal). Without
@@ -28,7 +29,7 @@ from specmm.core.randomness import UniformSource, categorical
 from specmm.core.sorting import largest
 from specmm.core.tree import TreeShape
 from specmm.extending.kinds import shown
-from specmm.extending.registry import Open, parse_spec, unknown
+from specmm.extending.registry import Open, parse_spec, summary, unknown
 from specmm.shape.eagle2 import Dynamic
 from specmm.shape.sequoia import best_tree
 
@@ -74,7 +75,7 @@ def branching(widths: Sequence[int], device: Device = "cpu") -> TreeShape:
 def spine(widths: Sequence[int], device: Device = "cpu") -> TreeShape:
     """A chain of rank-0 nodes whose node of depth d has ``widths[d]`` children.
 
-    The other nodes have none, so that the drafter needs one row a level.
+    Other nodes have no children, so the drafter needs one row a level.
     """
     _check_widths(widths)
     parents = [-1]
@@ -97,7 +98,7 @@ def delayed(trunk: int, branches: int, length: int, device: Device = "cpu") -> T
     """A chain of ``trunk`` drafts whose end has ``branches`` chains of ``length`` drafts each.
 
     Near the root draft and target agree and one draft is enough; more drafts pay where they diverge
-    (Thomas et al., arXiv 2602.16994). The branches are to be drawn independently. ``trunk`` 0 gives
+    (Thomas et al., arXiv 2602.16994). Draw the branches independently. ``trunk`` 0 gives
     independent rollouts from the root, ``branches`` 1 a plain chain.
     """
     least = {"trunk": (trunk, 0), "branches": (branches, 1), "length": (length, 1)}
@@ -109,26 +110,26 @@ def delayed(trunk: int, branches: int, length: int, device: Device = "cpu") -> T
 
 @dataclass(frozen=True)
 class TreeKind:
-    """A family of shapes: the function that makes one, an example, and a description."""
+    """A family of shapes: the function that makes a shape, an example, and a description."""
 
     make: Callable[..., TreeShape | Dynamic]
-    spelling: str
+    spelling: str  # the example, as users write it
     what: str
 
     @classmethod
     def of_others(cls, name: str, make: Any) -> TreeKind:
-        """The tree kind of ``make``, a third-party function of numbers and, by name, ``device``.
+        """The tree kind of ``make``, a third-party function of numbers and a keyword ``device``.
 
         Raises ``ValueError`` for anything that is not such a function.
         """
-        found = inspect.signature(make).parameters if callable(make) else {}
-        if "device" not in found:
+        parameters = inspect.signature(make).parameters if callable(make) else {}
+        if "device" not in parameters:
             raise ValueError(
                 "a tree must be made by a function of numbers and device, as fan(width, *, "
                 f"device='cpu'), got {name}"
             )
-        spelling = f"{name}({', '.join(one for one in found if one != 'device')})"
-        return cls(make, spelling, (inspect.getdoc(make) or name).splitlines()[0])
+        spelling = f"{name}({', '.join(name_ for name_ in parameters if name_ != 'device')})"
+        return cls(make, spelling, summary(make) or name)
 
 
 def _chain(length: int, *, device: Device) -> TreeShape:
@@ -168,7 +169,7 @@ TREES = Open("tree", OURS, TreeKind.of_others)
 def make_tree(
     tree: Tree, device: Device = "cpu", acceptance: Sequence[Sequence[float]] = ()
 ) -> TreeShape | Dynamic:
-    """The shape that ``tree`` names; parents (from -1 on) or a spine's children serve, too.
+    """The shape of ``tree``: a name, a list of parents (starting with -1), or a spine's children.
 
     ``sequoia(n)`` is the best tree of n nodes for the drafter's ``acceptance`` by level and rank.
     Raises ``ValueError`` for a name or numbers that make no tree.
@@ -188,12 +189,12 @@ def make_tree(
     if name not in TREES:
         raise unknown("tree", name, [*TREES, "sequoia", *NAMED])
     try:
-        made = TREES[name].make(*values, **options, device=device)
+        shape = TREES[name].make(*values, **options, device=device)
     except TypeError as error:
         raise ValueError(f"a tree must read as {TREES[name].spelling}, got {tree!r}") from error
-    if not isinstance(made, TreeShape | Dynamic):
-        raise ValueError(f"tree {name} must make a TreeShape, got a {type(made).__name__}")
-    return _sound(made, device)
+    if not isinstance(shape, TreeShape | Dynamic):
+        raise ValueError(f"tree {name} must make a TreeShape, got a {type(shape).__name__}")
+    return _sound(shape, device)
 
 
 def _sound(tree: TreeShape | Dynamic, device: Device) -> TreeShape | Dynamic:
@@ -213,12 +214,12 @@ def static_tree(
     tree: Tree, device: Device = "cpu", acceptance: Sequence[Sequence[float]] = ()
 ) -> TreeShape:
     """As :func:`make_tree`; raises ``ValueError`` for a tree without a fixed shape."""
-    found = make_tree(tree, device, acceptance)
-    if isinstance(found, Dynamic):
+    tree_shape = make_tree(tree, device, acceptance)
+    if isinstance(tree_shape, Dynamic):
         raise ValueError(
             f"tree must be of fixed shape to be drawn, got {tree}; give spine(3, 2, 1)"
         )
-    return found
+    return tree_shape
 
 
 def draw_siblings(
@@ -244,8 +245,8 @@ def sample_siblings(probs: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Te
 
     An exponential race (Efraimidis and Spirakis, 2006; Gumbel top-k is its logarithm): token x
     finishes at E_x / q(x), and the first k to finish are k draws without replacement, in order.
-    ``uniforms`` [B, P, V] in [0, 1) give the E_x; pass float64 ones where float32's steps of 2**-24
-    are too coarse for the distribution. The distributions are [B, P, k, V].
+    ``uniforms`` [B, P, V] in [0, 1) give the E_x; pass float64 if float32's steps of 2**-24 are too
+    coarse for the distribution. The distributions are [B, P, k, V].
     """
     if uniforms.shape != probs.shape:
         raise ValueError(
@@ -264,21 +265,22 @@ def sample_siblings(probs: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Te
 
 
 def likeliest_and_one(dist: Tensor, k: int, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens [B, P, k]: one drawn outside the k - 1 likeliest of ``dist`` [B, P, V], then these.
+    """Tokens [B, P, k]: one drawn without the k - 1 likeliest of ``dist`` [B, P, V], then these.
 
     The distributions [B, P, k, V] have at rank 0 ``dist`` without the likeliest tokens,
-    renormalised (uniform over the others if they have no mass). Other ranks must not be read: their
-    tokens are chosen (greedy multi-draft, Hu et al. 2025). ``uniforms`` [B, P] in [0, 1).
+    renormalised (uniform over the others if they have no mass). Do not read other ranks: their
+    tokens are chosen, not drawn (greedy multi-draft, Hu et al. 2025). ``uniforms`` [B, P] in [0,
+    1).
     """
     _check_count(dist, k)
     likeliest = largest(dist, k - 1)[1]
-    rest = dist.scatter(-1, likeliest, 0.0)
+    remaining = dist.scatter(-1, likeliest, 0.0)
     others = torch.ones_like(dist).scatter_(-1, likeliest, 0.0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, others)
-    rest = rest / rest.sum(-1, keepdim=True)
-    one = categorical(rest, uniforms)
-    probs = rest.unsqueeze(-2).expand(*dist.shape[:-1], k, dist.shape[-1])
-    return torch.cat([one.unsqueeze(-1), likeliest], dim=-1), probs
+    remaining = torch.where(remaining.sum(-1, keepdim=True) > 0, remaining, others)
+    remaining = remaining / remaining.sum(-1, keepdim=True)
+    drawn = categorical(remaining, uniforms)
+    probs = remaining.unsqueeze(-2).expand(*dist.shape[:-1], k, dist.shape[-1])
+    return torch.cat([drawn.unsqueeze(-1), likeliest], dim=-1), probs
 
 
 def sample_siblings_iid(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,8 +295,8 @@ def sample_siblings_iid(probs: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor
         )
     normal = probs / probs.sum(-1, keepdim=True)
     cumulative = normal.cumsum(-1, dtype=torch.promote_types(probs.dtype, uniforms.dtype))
-    wanted = uniforms * cumulative[..., -1:]
-    tokens = torch.searchsorted(cumulative, wanted, right=True).clamp_(max=probs.shape[-1] - 1)
+    thresholds = uniforms * cumulative[..., -1:]
+    tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp_(max=probs.shape[-1] - 1)
     return tokens, normal.unsqueeze(-2).expand(*uniforms.shape, probs.shape[-1])
 
 

@@ -73,14 +73,14 @@ class TextPipeline(Pipeline):
         self.works = Works("text")
 
     @classmethod
-    def _found(cls, name: str | Path, source: Source) -> Path:
+    def _folder_of(cls, name: str | Path, source: Source) -> Path:
         return find_target(name, source=source)
 
     @classmethod
     def _loaded(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
         load = partial(_load, folder, **placing.options)
-        found: tuple[Any, Any] = placing.loaded(load, itemgetter(0))
-        return found
+        loaded: tuple[Any, Any] = placing.loaded(load, itemgetter(0))
+        return loaded
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """See :class:`Pipeline`; rounds are compiled again."""
@@ -98,25 +98,25 @@ class TextPipeline(Pipeline):
         """Continue one prompt or a batch of them, whatever their lengths, or ``messages``.
 
         ``options``: see :class:`specmm.hf.prompts.options.Options`; ``chat`` is off by default. A
-        text depends on its own random stream, not on the batch (but auto plans for the batch).
-        ``streamer`` gets a single text's ids, as transformers' do, but not the prompt's: leave its
-        ``skip_prompt`` off. Raises ``ValueError`` for prompts, options and methods that do not fit.
+        text depends on its own random stream, not on the batch (though auto chooses for the batch).
+        ``streamer`` gets a single text's ids, but not the prompt's: leave its ``skip_prompt`` off.
+        Raises ``ValueError`` for prompts, options and methods that do not fit.
         """
         with ending(streamer):
-            given = self.options(options)
-            work = self._work(prompts, given)
+            settings = self.options(options)
+            work = self._work(prompts, settings)
             if work is not None:
-                given = replace(given, compiled=self._pays(work, prompts, given))
+                settings = replace(settings, compiled=self._pays(work, prompts, settings))
             start = time.perf_counter()
-            run = self._start(given, prompts)
+            run = self._start(settings, prompts)
             texts, tokens, end = run.finish(streamer)
-            told = run.told(tokens, end)
+            output = run.told(tokens, end)
             if work is not None:
-                made = max(sum(map(len, tokens)), 1)
-                work.observe(time.perf_counter() - start, made, told["compiled"], run.built)
+                count = max(sum(map(len, tokens)), 1)
+                work.observe(time.perf_counter() - start, count, output["compiled"], run.built)
         drafter = getattr(run.drafter, "inner", run.drafter)  # a grammar's drafter wraps it
         trace = [row.trace for row in getattr(drafter, "rows", []) if hasattr(row, "trace")]
-        return TextOutput(texts=texts, trace=trace, **told)
+        return TextOutput(texts=texts, trace=trace, **output)
 
     @lists_options(chat=False)
     def stream(
@@ -145,8 +145,8 @@ class TextPipeline(Pipeline):
         """The method that ``auto`` chooses for ``prompts`` after it has tried all on whole answers,
         and why; ``records`` holds the measurements.
         """
-        given = self.options({**options, "method": methods.Auto()})
-        return self._start(given, prompts, share=math.inf).method
+        settings = self.options({**options, "method": methods.Auto()})
+        return self._start(settings, prompts, share=math.inf).method
 
     def prepared(
         self, prompts: str | Sequence[str] | None = None, **options: Any
@@ -156,17 +156,17 @@ class TextPipeline(Pipeline):
 
     @in_its_turn(lambda pipe: pipe.model)
     def begin(self, prompts: str | Sequence[str] | None = None, **options: Any) -> Run:
-        """A run that has decoded nothing yet, for callers that play its rounds one by one."""
+        """A run before its first round, for callers that run its rounds one by one."""
         return self._start(self.options(options), prompts)
 
     def encode(self, prompts: str | Sequence[str], chat: bool = False) -> list[list[int]]:
         """Ids of each prompt, with ``chat`` in the model's template; raises for empty ones."""
-        given = texts_of("prompt", prompts)
-        if not given or not all(given):
+        texts = texts_of("prompt", prompts)
+        if not texts or not all(texts):
             raise ValueError("prompt must not be empty, got nothing to continue; give some text")
         if not chat:
-            return [self._raw(text) for text in given]
-        return [self._marked(self.templated(text)) for text in given]
+            return [self._raw(text) for text in texts]
+        return [self._marked(self.templated(text)) for text in texts]
 
     def prompt(self, asked: Any, options: Options) -> VLMPrompt:
         return VLMPrompt({**padded(asked)}, options.max_new_tokens)
@@ -176,14 +176,14 @@ class TextPipeline(Pipeline):
     ) -> list[list[int]]:
         """Ids of each prompt, or of each chat of the ``options``."""
         if options.fps is not None:
-            raise ValueError("fps is of videos, which VQAPipeline takes; leave it out")
+            raise ValueError("fps is for videos, which only VQAPipeline takes; leave it out")
         if options.messages is None:
             return self.encode(prompts or [], options.chat)
         if prompts is not None:
             raise ValueError("give prompts or messages, got both")
         if any(chat.images or chat.videos for chat in options.messages):
             raise ValueError(
-                "messages must hold text alone, got something to see; use VQAPipeline (specmm ask)"
+                "messages must hold only text, got pictures or videos; use VQAPipeline (specmm ask)"
             )
         return [self._marked(self._templated(chat)) for chat in options.messages]
 
@@ -193,8 +193,8 @@ class TextPipeline(Pipeline):
 
     def _marked(self, text: str) -> list[int]:
         """Ids of ``text``, which contains its special tokens."""
-        found: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     def _raw(self, text: str) -> list[int]:
         """Ids of ``text``, without a second beginning-of-text token if it already has one, as the
@@ -202,11 +202,11 @@ class TextPipeline(Pipeline):
         """
         mark = self.tokenizer.bos_token
         marked = bool(mark) and text.startswith(str(mark))
-        found: list[int] = self.tokenizer(text, add_special_tokens=not marked)["input_ids"]
-        return found
+        ids: list[int] = self.tokenizer(text, add_special_tokens=not marked)["input_ids"]
+        return ids
 
     def templated(self, question: str) -> str:
-        """``question`` in the model's chat template; raises ``ValueError`` where it has none."""
+        """``question`` in the model's chat template; raises ``ValueError`` if it has none."""
         return self._templated(Chat.of([{"role": "user", "content": question}]))
 
     def _templated(self, chat: Chat) -> str:
@@ -221,29 +221,29 @@ class TextPipeline(Pipeline):
         return written(chat, write, (joined, as_parts))
 
     def _work(self, prompts: str | Sequence[str] | None, options: Options) -> Work | None:
-        """The timing record of such a call, if it decides whether the call is compiled."""
+        """The timing record of such calls, if it decides whether they are compiled."""
         if options.compiled != "auto" or self.captures(options):
             return None  # a graph pays within a few rounds
         method = options.chosen(methods.TEXT, self.method)
         rows = self._rows(prompts, options)
-        rest = (options.batch_size, bool(options.stops))
-        key = (method, options.processor, rows, room(options.max_new_tokens), *rest)
+        common = (options.batch_size, bool(options.stops))
+        key = (method, options.processor, rows, room(options.max_new_tokens), *common)
         return self.works.of(self.model, key)
 
     def _pays(self, work: Work, prompts: str | Sequence[str] | None, options: Options) -> bool:
-        """Whether a call is compiled, and can be."""
-        most = options.max_new_tokens * self._rows(prompts, options)
+        """Whether compiling the call pays and is possible."""
+        tokens = options.max_new_tokens * self._rows(prompts, options)
         method = options.chosen(methods.TEXT, self.method)
         quick = replace(options, compiled=True)
 
         def make() -> SharedRounds:
             return self.rounds_of(method, self.target(method, options), quick)
 
-        return work.programs(most, make) is not None
+        return work.programs(tokens, make) is not None
 
 
 def _load(folder: Path, dtype: Any = None, **options: Any) -> tuple[Any, Any]:
-    """The model in ``folder`` and its tokenizer; a vision-language model answers without seeing."""
+    """The model in ``folder`` and its tokenizer; vision-language models answer without pictures."""
     try:
         return load_target(folder, dtype, **options)
     except ValueError:

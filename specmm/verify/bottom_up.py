@@ -71,10 +71,11 @@ class Block:
         probs = one_hot(token, p) if tree.probs is None else tree.probs[:, 1:]
         ratio = take(before, token) / take(probs, token).clamp(min=torch.finfo(p.dtype).tiny)
         reach = _running(ratio)  # [B, N]
-        rest = (reach[:, :-1, None] * before - probs).clamp_(min=0)
-        total = rest.sum(-1)
+        residual = (reach[:, :-1, None] * before - probs).clamp_(min=0)
+        total = residual.sum(-1)
         keep = torch.cat([_raised(reach[:, :-1], total), reach[:, -1:]], dim=1)
-        next_probs = torch.cat([torch.where(total[..., None] > 0, rest, before), p[:, -1:]], dim=1)
+        residual = torch.where(total[..., None] > 0, residual, before)
+        next_probs = torch.cat([residual, p[:, -1:]], dim=1)
         return Decisions(keep, next_probs, deepest_first(tree.shape))
 
 
@@ -95,11 +96,11 @@ def _raised(reach: Tensor, total: Tensor) -> Tensor:
 class Traversal:
     """Traversal verification (Weng et al. 2025) of any tree drawn without replacement.
 
-    On a chain it is block verification. A node v with parent u starts with
-    r_v = min(1, r_u p_u(v) / q(v)). Rejecting v, with S = sum((r_u p_u - q)+), sets
-    p_u <- norm((r_u p_u - q)+) and r_u <- S / (S + 1 - r_u); the next sibling's q is the one the
-    tree records, without v. Nodes are tested in post-order, each with the r that is left after its
-    children were rejected; an r that was updated is never computed again from the parent.
+    On a chain it is block verification. A node v with parent u starts with r_v = min(1, r_u p_u(v)
+    / q(v)). Rejecting v, with S = sum((r_u p_u - q)+), sets p_u <- norm((r_u p_u - q)+) and r_u <-
+    S / (S + 1 - r_u); the next sibling's q is the one the tree records, without v. Nodes are tested
+    in post-order, each with the r left after its children were rejected; an updated r is never
+    recomputed from the parent.
     """
 
     bottom_up: ClassVar[bool] = True
@@ -107,6 +108,7 @@ class Traversal:
     name: str = "traversal"
 
     def decisions(self, tree: DraftTree, p: Tensor, *, measure: bool = False) -> Decisions:
+        """Acceptance and distributions by level, from the root's children down."""
         if tree.shape.is_chain and tree.shape.width:
             return Block().decisions(tree, p)  # the same numbers in a quarter of the operations
         # missing children (-1) fall into the spare column
@@ -114,36 +116,36 @@ class Traversal:
         probs = p
         for walk in families_by_level(tree.shape):
             target = probs.index_select(1, walk.inner)
-            left = reach.index_select(1, walk.inner)
+            remaining = reach.index_select(1, walk.inner)
             entered = []
             for trial in trials(tree, walk):
-                kept, target, left = _reject(walk, target, left, trial)
+                kept, target, remaining = _reject(walk, target, remaining, trial)
                 entered.append(kept)
             probs = probs.index_copy(1, walk.inner, target)
-            reach = reach.index_copy(1, walk.inner, left)
+            reach = reach.index_copy(1, walk.inner, remaining)
             children = walk.nodes.expand(len(p), -1) % reach.shape[1]
             reach.scatter_(1, children, torch.cat(entered, dim=1))
         return Decisions(reach[:, :-1], probs, leaves_first(tree.shape))
 
 
 def _reject(
-    walk: Families, target: Tensor, left: Tensor, trial: Trial
+    walk: Families, target: Tensor, remaining: Tensor, trial: Trial
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A child's first r [B, F]; its parents' target [B, P, V] and r [B, P] without it."""
+    """A child's initial r [B, F]; its parents' target [B, P, V] and r [B, P] after rejecting it."""
     count = trial.token.shape[1]
     now = target[:, :count]
-    r = left[:, :count]
+    r = remaining[:, :count]
     probs = one_hot(trial.token, target) if trial.probs is None else trial.probs
     drawn = take(probs, trial.token).clamp(min=torch.finfo(target.dtype).tiny)
-    kept = (r * take(now, trial.token) / drawn).clamp(max=1)
-    rest = (r[..., None] * now - probs).clamp_(min=0)
-    total = rest.sum(-1)
+    ratio = (r * take(now, trial.token) / drawn).clamp(max=1)
+    residual = (r[..., None] * now - probs).clamp_(min=0)
+    total = residual.sum(-1)
     raised = _raised(r, total)
-    probs_after = torch.where(total[..., None] > 0, rest / total[..., None], now)
+    probs_after = torch.where(total[..., None] > 0, residual / total[..., None], now)
     if walk.real is not None:
         real = walk.real[trial.rank]
-        return kept, torch.where(real[..., None], probs_after, now), torch.where(real, raised, r)
+        return ratio, torch.where(real[..., None], probs_after, now), torch.where(real, raised, r)
     if count < target.shape[1]:
         probs_after = torch.cat([probs_after, target[:, count:]], dim=1)
-        raised = torch.cat([raised, left[:, count:]], dim=1)
-    return kept, probs_after, raised
+        raised = torch.cat([raised, remaining[:, count:]], dim=1)
+    return ratio, probs_after, raised

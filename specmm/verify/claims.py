@@ -1,9 +1,9 @@
-"""The certificate of a run by its rule: for ours, the claim that the tests prove; for third-party
+"""The certificate of a run by its rule: for our rules, the claim that tests prove; for third-party
 rules, the claim that enumeration confirms.
 
 A third-party rule that calls itself exact is tested before a certificate says so: on every draw of
-the trees that it was given, with targets that also have zeros (:mod:`.exhaustive`). Larger trees
-are enumerated in parts, one for each depth around the largest family of siblings there.
+its trees in the run, with targets that also have zeros (:mod:`.exhaustive`). Larger trees are
+enumerated in parts, one for each depth around the largest family of siblings there.
 
 Shape letters: V vocabulary, D deepest level.
 """
@@ -51,14 +51,12 @@ Parents: TypeAlias = tuple[int, ...]
 
 
 def proved(rule: object) -> bool:
-    """Whether ``rule`` is one of ours that the tests prove exact, with its own ``decisions``."""
+    """Whether ``rule`` is ours, with unchanged ``decisions``, and the tests prove it exact."""
     return type(rule) in PROVED and "decisions" not in vars(rule)
 
 
 class GivenTrees:
-    """The trees that a rule was ``given``: the parents of a row, and whether distributions were
-    recorded.
-    """
+    """The trees ``given`` to a rule: a row's parents, and whether distributions were recorded."""
 
     def __init__(self, given: Sequence[tuple[Parents, bool]] = ()) -> None:
         self.given = set(given)
@@ -78,7 +76,7 @@ class Counts(Protocol):
 
     @property
     def measured(self) -> Tensor:
-        """The number of tokens in that sum."""
+        """The number of tokens over which :attr:`excess` was summed."""
 
     @property
     def trees(self) -> GivenTrees:
@@ -86,7 +84,7 @@ class Counts(Protocol):
 
 
 def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate:
-    """The certificate of a run by ``rule``, None: plain decoding.
+    """The certificate of a run by ``rule`` (None: plain decoding).
 
     A third-party ``drafter`` is named if it recorded distributions, since every rule relies on
     them.
@@ -95,28 +93,28 @@ def run_claim(rule: Rule | None, counts: Counts, drafter: object) -> Certificate
         return Certificate("exact", "plain decoding of the target", 0.0)
     measured = float(counts.measured)
     excess = float(counts.excess) / measured if measured else None
-    found = claim(rule, excess, counts.trees)
+    certificate = claim(rule, excess, counts.trees)
     if isinstance(drafter, OutsideDrafter) and drafter.recorded:
         shapes = " and chose its shapes without looking at its drafts" if drafter.varied else ""
-        return _with(found, f"provided that {drafter} drew from what it recorded{shapes}")
-    return found
+        return _noted(certificate, f"provided that {drafter} drew from what it recorded{shapes}")
+    return certificate
 
 
 def claim(rule: Rule, excess: float | None, trees: GivenTrees) -> Certificate:
     """The certificate of a run by ``rule``, which was given ``trees``; ``excess`` is a relaxed
-    rule's, the mean per token.
+    rule's mean excess per token.
     """
     if proved(rule):
         return rule_certificate(rule.name, True, None)
     maker = maker_of(rule)
     if rule.exact:
         return _of_others(rule, maker or "its caller", trees)
-    found = rule_certificate(rule.name, False, excess)
-    return _with(found, f"rule and measure are by {maker}, not specmm") if maker else found
+    result = rule_certificate(rule.name, False, excess)
+    return _noted(result, f"rule and measure are by {maker}, not specmm") if maker else result
 
 
-def _with(found: Certificate, more: str) -> Certificate:
-    return replace(found, reason=f"{found.reason}; {more}")
+def _noted(certificate: Certificate, more: str) -> Certificate:
+    return replace(certificate, reason=f"{certificate.reason}; {more}")
 
 
 def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
@@ -124,33 +122,33 @@ def _of_others(rule: Any, maker: str, trees: GivenTrees) -> Certificate:
     said = f"the {rule.name} rule calls itself exact, by {maker}"
     try:
         parts = list(_parts(rule, trees))
-        found = [off for part in parts for off in _off(rule, part)]
+        distances = [off for part in parts for off in _distances(rule, part)]
     except Exception as error:  # whatever a rule of others raises, its claim is not shown
         reason = f"{said}; it could not be enumerated ({type(error).__name__}: {error})"
         return Certificate("heuristic", reason)
-    furthest = torch.tensor(found).max().item()  # nan, if one is
+    furthest = torch.tensor(distances).max().item()  # nan, if one is
     if not furthest <= TOLERANCE:
         off = f"its tokens are {furthest:.2g} in total variation off"
         return Certificate("heuristic", f"{said}, and is not: on trees of this run {off}")
-    whole = {(part.parents, part.recorded) for part in parts if not part.lead}
-    parted = "" if trees.given <= whole else "parts of "
+    enumerated = {(part.parents, part.recorded) for part in parts if not part.lead}
+    parted = "" if trees.given <= enumerated else "parts of "
     reason = (
         f"the {rule.name} rule is exact by the word of its author, {maker}, and in "
-        f"{len(found)} cases of {parted}this run's trees that were enumerated here"
+        f"{len(distances)} cases of {parted}this run's trees that were enumerated here"
     )
     return Certificate("exact", reason, 0.0)
 
 
 class _Part(NamedTuple):
-    """A part of a tree: its root is ``lead`` levels down; ``recorded``: drawn, not chosen."""
+    """A part of a tree, whose root has depth ``lead``; ``recorded``: drafts drawn, not chosen."""
 
     parents: Parents
     lead: int
     recorded: bool
-    scheme: Scheme
+    scheme: Scheme  # how siblings are drawn
 
 
-def _off(rule: Any, part: _Part) -> Iterator[float]:
+def _distances(rule: Any, part: _Part) -> Iterator[float]:
     """The total variation between ``rule``'s output on ``part`` and each of several targets."""
     shape = TreeShape.from_parents(part.parents)
     length, size = shape.depth + 1, _vocabulary(part.parents)
@@ -167,14 +165,14 @@ def _parts(rule: Any, trees: GivenTrees) -> Iterator[_Part]:
     for recorded in (True, False):
         siblings: Siblings = getattr(rule, "siblings", None) or "distinct"
         scheme = SCHEMES[siblings] if recorded else "top"
-        given = [tree for tree, drawn in trees.given if drawn == recorded]
-        depths = {tree: _depths(tree) for tree in given}
-        found = set()
+        chosen = [tree for tree, drawn in trees.given if drawn == recorded]
+        depths = {tree: _depths(tree) for tree in chosen}
+        parts = set()
         deepest = max(map(max, depths.values()), default=0)
         for depth in range(1, deepest + 1):
-            widest = max(given, key=lambda tree: (len(_family(tree, depth)), len(tree), tree))
-            found.add(_part(widest, depth, scheme))
-        yield from (_Part(*part, recorded, scheme) for part in sorted(found))
+            widest = max(chosen, key=lambda tree: (len(_family(tree, depth)), len(tree), tree))
+            parts.add(_part(widest, depth, scheme))
+        yield from (_Part(*part, recorded, scheme) for part in sorted(parts))
 
 
 def _depths(parents: Parents) -> list[int]:
@@ -226,12 +224,12 @@ def _cut(parents: Parents, nodes: Sequence[int]) -> Parents:
 
 
 def _vocabulary(parents: Parents) -> int:
-    """V at which no sibling is the last token left."""
+    """The least V at which no sibling is the last remaining token."""
     return max(VOCABULARY, 1 + max(parents.count(node) for node in range(len(parents))))
 
 
 def _cost(parents: Parents, scheme: Scheme) -> int:
-    """The number of draws of a tree, or of texts if that is larger."""
+    """The number of possible draws of a tree, or of texts if that is larger."""
     size = _vocabulary(parents)
     families = [parents.count(node) for node in range(len(parents))]
     draws_of = {
@@ -245,14 +243,12 @@ def _cost(parents: Parents, scheme: Scheme) -> int:
 
 
 def _tables(length: int, seed: int, size: int = VOCABULARY) -> Tables:
-    """Distributions of ``size`` tokens after every prefix of fewer than ``length``, a tenth of them
-    zeros.
-    """
+    """Distributions over ``size`` tokens after all prefixes below ``length``, a tenth zeros."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    tables = []
     for depth in range(length):
         weights = torch.rand((size**depth, size), dtype=torch.float64, generator=generator)
         weights = torch.where(weights > 0.1, weights, 0.0)
         weights[:, seed % size] += 0.05  # no row is empty
-        found.append(weights / weights.sum(-1, keepdim=True))
-    return found
+        tables.append(weights / weights.sum(-1, keepdim=True))
+    return tables

@@ -29,10 +29,10 @@ from specmm.shape.trees import Siblings
 from specmm.verify.rule import Decisions
 
 
-def normalised(rest: Tensor, fallback: Tensor) -> Tensor:
-    """``rest`` [..., V] scaled to total 1, and ``fallback`` where nothing is left of it."""
-    total = rest.sum(-1, keepdim=True)
-    return torch.where(total > 0, rest / total, fallback)
+def normalised(residual: Tensor, fallback: Tensor) -> Tensor:
+    """``residual`` [..., V] scaled to total 1; ``fallback`` where its total is 0."""
+    total = residual.sum(-1, keepdim=True)
+    return torch.where(total > 0, residual / total, fallback)
 
 
 def take(probs: Tensor, token: Tensor) -> Tensor:
@@ -102,11 +102,12 @@ def families_by_level(shape: TreeShape) -> list[Families]:
 
 def _by_level(shape: TreeShape) -> list[Families]:
     of_level = _shared if shape.shared else _ragged
-    found = [of_level(shape, depth) for depth in range(shape.depth)]
-    return [one for one in found if one.ranks]  # a bound on the depth may exceed the depth
+    levels = [of_level(shape, depth) for depth in range(shape.depth)]
+    return [level for level in levels if level.ranks]  # a bound on the depth may exceed the depth
 
 
 def _shared(shape: TreeShape, level: int | None = None) -> Families:
+    """The families of a shape that all rows share, the largest first."""
     families: dict[int, list[int]] = {}
     for node, parent in enumerate(shape.parents[0].tolist()[1:], start=1):
         families.setdefault(parent, []).append(node)
@@ -122,6 +123,7 @@ def _shared(shape: TreeShape, level: int | None = None) -> Families:
 
 
 def _ragged(shape: TreeShape, level: int | None = None) -> Families:
+    """The families of shapes that differ by row: all nodes, absent children marked."""
     children = shape.children  # [B, N, K]
     if level is not None:
         children = torch.where((shape.depths == level)[..., None], children, -1)
@@ -164,10 +166,10 @@ def finished(
 
 
 def top_down(tree: DraftTree, p: Tensor, step: Step, chance: Chance | None = None) -> Decisions:
-    """The decisions of the rule made of ``step`` for the target's distributions ``p`` [B, N, V].
+    """The decisions of the rule defined by ``step`` for the target's distributions ``p`` [B, N, V].
 
-    With ``chance``, which is ``step`` without its residual, the residuals of a chain are not
-    computed but for the one that is sampled.
+    With ``chance``, which is ``step`` without its residual, only the residual that is sampled is
+    computed on a chain.
     """
     if chance is not None and tree.shape.is_chain and tree.shape.width:
         return _along_a_chain(tree, p, step, chance)
@@ -191,22 +193,24 @@ def _along_a_chain(tree: DraftTree, p: Tensor, step: Step, chance: Chance) -> De
         draft = (node + 1).clamp(max=tree.shape.size - 1)
         dist = None if probs is None else at_nodes(probs, draft)
         before = at_nodes(p, node)
-        _, rest = step(before, Trial(tree.tokens.gather(1, draft), dist, 0))
+        _, residual = step(before, Trial(tree.tokens.gather(1, draft), dist, 0))
         is_last = (draft == node)[..., None]  # no draft follows it
-        return torch.where(is_last, before, rest)[:, 0]
+        return torch.where(is_last, before, residual)[:, 0]
 
     return Decisions(accept, after)
 
 
 def _try(walk: Families, target: Tensor, trial: Trial, step: Step) -> tuple[Tensor, Tensor]:
-    """One rank of ``step``; families of ``target`` [B, P, V] without such a child keep theirs."""
+    """``step`` on one rank; ``target`` [B, P, V] of families without a child of this rank stays."""
     count = trial.token.shape[1]
     now = target[:, :count]
-    chance, rest = step(now, trial)
+    chance, residual = step(now, trial)
     if walk.real is not None:
         real = walk.real[trial.rank]
-        return torch.where(real, chance, 0.0), torch.where(real[..., None], rest, now)
-    return chance, rest if count == target.shape[1] else torch.cat([rest, target[:, count:]], dim=1)
+        return torch.where(real, chance, 0.0), torch.where(real[..., None], residual, now)
+    if count < target.shape[1]:
+        residual = torch.cat([residual, target[:, count:]], dim=1)
+    return chance, residual
 
 
 def top_down_measured(tree: DraftTree, p: Tensor, step: Step, strict: Step) -> Decisions:
@@ -219,7 +223,7 @@ def top_down_measured(tree: DraftTree, p: Tensor, step: Step, strict: Step) -> D
     walk = families_of(tree.shape)
     loose = tight = p.index_select(1, walk.inner)
     excess = loose.new_zeros(loose.shape[:2])
-    both = loose.new_ones(loose.shape[:2])  # both have rejected all siblings so far
+    both_rejected = loose.new_ones(loose.shape[:2])  # both have rejected all siblings so far
     chances = []
     for trial in trials(tree, walk):
         a, loose = _try(walk, loose, trial, step)
@@ -227,9 +231,9 @@ def top_down_measured(tree: DraftTree, p: Tensor, step: Step, strict: Step) -> D
         chances.append(a)
         pad = (0, loose.shape[1] - a.shape[1])
         either = F.pad(torch.maximum(a, s), pad)
-        excess = excess + both * F.pad((a - s).abs(), pad)
-        both = both * (1 - either)
-    excess = excess + both * (loose - tight).abs().sum(-1) / 2
+        excess = excess + both_rejected * F.pad((a - s).abs(), pad)
+        both_rejected = both_rejected * (1 - either)
+    excess = excess + both_rejected * (loose - tight).abs().sum(-1) / 2
     return finished(tree, p, chances, loose, excess)
 
 
@@ -256,7 +260,7 @@ def strict_step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
 
     A point mass has q = 1 at its token.
     """
-    return strict_chance(target, trial), strict_rest(target, trial)
+    return strict_chance(target, trial), strict_residual(target, trial)
 
 
 def strict_chance(target: Tensor, trial: Trial) -> Tensor:
@@ -272,13 +276,13 @@ def kept_with(mass: Tensor, trial: Trial) -> Tensor:
     return (mass / drawn).clamp(max=1)
 
 
-def strict_rest(target: Tensor, trial: Trial) -> Tensor:
+def strict_residual(target: Tensor, trial: Trial) -> Tensor:
     """norm((p - q)+) [B, F, V], what is left once the drafts are rejected."""
     if trial.probs is None:
-        rest = target.scatter(-1, trial.token.unsqueeze(-1), 0.0)
+        residual = target.scatter(-1, trial.token.unsqueeze(-1), 0.0)
     else:
-        rest = (target - trial.probs).clamp_(min=0)
-    return normalised(rest, target)
+        residual = (target - trial.probs).clamp_(min=0)
+    return normalised(residual, target)
 
 
 @dataclass(frozen=True)
@@ -286,10 +290,11 @@ class Recursive:
     """Siblings in turn: accept with min(1, p / q_k), else p <- norm((p - q_k)+).
 
     q_k is the distribution that sibling k was drawn from, given its earlier siblings, as the tree
-    records it. This makes one rule of many papers': one draft (Leviathan et al. 2023), independent
-    siblings (SpecInfer), siblings without replacement (RSD, Sequoia) and, without distributions,
-    point masses (EAGLE-2, MSD: accept with p(x), else take x out). Exact if the shape does not
-    depend on the tokens drawn; for point masses tokens and shape may be chosen in any way.
+    records it. This unifies the rules of several papers: one draft (Leviathan et al. 2023),
+    independent siblings (SpecInfer), siblings without replacement (RSD, Sequoia) and, without
+    distributions, point masses (EAGLE-2, MSD: accept with p(x), else take x out). Exact if the
+    shape does not depend on the tokens drawn; for point masses tokens and shape may be chosen in
+    any way.
     """
 
     exact: ClassVar[bool] = True
@@ -303,9 +308,9 @@ class Recursive:
 
 @dataclass(frozen=True)
 class PointMass:
-    """Drafts are point masses, whatever the tree records: accept with p(x), else take x out of p.
+    """Treats all drafts as point masses: accept x with p(x), else remove x from p.
 
-    Exact whatever the drafts are. Where they were drawn, ``Recursive`` keeps more of them.
+    Exact for any drafts. If they were drawn from recorded distributions, ``Recursive`` keeps more.
     """
 
     exact: ClassVar[bool] = True
@@ -330,22 +335,22 @@ def point_masses(tree: DraftTree, p: Tensor) -> Decisions:
     token = tree.tokens.gather(1, wide.flatten(1)).view_as(wide)  # [B, P, K]
     repeated = (token[..., :, None] == token[..., None, :]).tril(-1).any(-1)
     mass = torch.where((children >= 0) & ~repeated, take(target, token), 0.0)
-    rest = target.scatter_add(-1, token, -mass)  # x - x is 0 exactly
-    none = rest.sum(-1, keepdim=True)
-    left = none + mass.flip(-1).cumsum(-1).flip(-1)
-    chance = (mass / left.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1)
-    probs = p.index_copy(1, inner, torch.where(none > 0, rest, target))
+    residual = target.scatter_add(-1, token, -mass)  # x - x is 0 exactly
+    none = residual.sum(-1, keepdim=True)
+    remaining = none + mass.flip(-1).cumsum(-1).flip(-1)
+    chance = (mass / remaining.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1)
+    probs = p.index_copy(1, inner, torch.where(none > 0, residual, target))
     return Decisions(by_node(tree, children.flatten(1), chance.flatten(1)), probs)
 
 
 @dataclass(frozen=True)
 class GreedyMultiDraft:
-    """The k - 1 likeliest tokens of q and one sample X of the rest (Hu et al. 2025).
+    """The k - 1 likeliest tokens of q and one sample X of the other tokens (Hu et al. 2025).
 
     The sibling of rank 0 must be X, and its recorded distribution q', which is q without the
-    likeliest, renormalised. The others are chosen, and what the tree records of them is not read.
-    X is tested first with min(1, p / q'), then the chosen ones as point masses. That accepts
-    p(chosen) + sum over the rest of min(p, q'), the optimum for such drafts.
+    likeliest, renormalised. The other siblings are chosen, and their recorded distributions are not
+    read. X is tested first with min(1, p / q'), then the chosen siblings as point masses. That
+    accepts p(chosen) + sum over the rest of min(p, q'), the optimum for such drafts.
     """
 
     exact: ClassVar[bool] = True

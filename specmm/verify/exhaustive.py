@@ -1,7 +1,7 @@
-"""The exact output distribution of a rule: every draw of a small tree, with its probability, goes
-through the rule.
+"""Computes the exact output distribution of a rule by running it on every draw of a small tree,
+weighted by the draw's probability.
 
-This is how a rule is shown to be exact (tests/unit/verify), and how a new one should be. Target and
+Tests prove rules exact in this way (tests/unit/verify); test a new rule in the same way. Target and
 drafter are *tables*: entry d, [V**d, V], holds the distribution of the next token after each prefix
 of d tokens (prefixes read as numbers in base V), so that distributions depend on the whole path.
 Meant for V <= 5, a handful of nodes, float64.
@@ -29,7 +29,7 @@ Scheme: TypeAlias = Literal["independent", "without replacement", "top", "top an
 
 @dataclass
 class Draws:
-    """Every draw of a tree, one a row: the probability of each [R], and its prefixes [R, N]."""
+    """Every draw of a tree, one a row: its probability [R] and its nodes' prefixes [R, N]."""
 
     tree: DraftTree
     chance: Tensor
@@ -70,15 +70,15 @@ def _node_probs(probs: Tensor, earlier_siblings: Tensor, siblings: int, scheme: 
         return probs
     if scheme == "without replacement":
         untried = torch.ones_like(probs).scatter(1, earlier_siblings, 0.0)
-        rest = torch.where((probs * untried).sum(1, keepdim=True) > 0, probs * untried, untried)
-        return rest / rest.sum(1, keepdim=True)
+        residual = torch.where((probs * untried).sum(1, keepdim=True) > 0, probs * untried, untried)
+        return residual / residual.sum(1, keepdim=True)
     best = probs.argsort(dim=1, descending=True, stable=True)
     if scheme == "top":
         return one_hot(best[:, rank], probs)
     if rank:
         return one_hot(best[:, rank - 1], probs)
-    rest = probs.scatter(1, best[:, : siblings - 1], 0.0)
-    return rest / rest.sum(1, keepdim=True)
+    residual = probs.scatter(1, best[:, : siblings - 1], 0.0)
+    return residual / residual.sum(1, keepdim=True)
 
 
 def sequence_probs(target: Tables, length: int) -> Tensor:
@@ -94,15 +94,15 @@ def emitted_probs(
 ) -> Tensor:
     """The distribution [V**(D + 1)] of the first D + 1 tokens by ``rule``.
 
-    Tokens after the round's own are drawn from ``after`` (by default the target). With ``lead`` the
-    tree follows that many drafts to which target and drafter give probability 1.
+    Tokens after the round's own are drawn from ``after`` (by default the target). With ``lead``,
+    the tree comes after ``lead`` drafts to which target and drafter give probability 1.
     """
     tree = drawn.tree
     prefix = drawn.prefix
     vocab = target[0].shape[-1]
-    whole, p = _led(tree, node_probs(drawn, target), lead)
-    decisions = rule.decisions(whole, p)
-    ends = endings(whole.shape, decisions)[:, lead:] * drawn.chance[:, None]  # [R, N]
+    full_tree, p = _with_lead(tree, node_probs(drawn, target), lead)
+    decisions = rule.decisions(full_tree, p)
+    ends = endings(full_tree.shape, decisions)[:, lead:] * drawn.chance[:, None]  # [R, N]
     next_probs = decisions.next_probs[:, lead:]
     next_probs = next_probs / next_probs.sum(-1, keepdim=True)
     depths = tree.shape.depths[0]
@@ -116,21 +116,21 @@ def emitted_probs(
     return carried
 
 
-def _led(tree: DraftTree, p: Tensor, lead: int) -> tuple[DraftTree, Tensor]:
+def _with_lead(tree: DraftTree, p: Tensor, lead: int) -> tuple[DraftTree, Tensor]:
     """``tree`` and the target's ``p`` [R, N, V] with ``lead`` drafts of token 0 before them."""
     sure = one_hot(tree.tokens.new_zeros(len(p), lead + 1), p)
     parents = [*range(-1, lead), *(lead + node for node in tree.shape.parents[0].tolist()[1:])]
     probs = None if tree.probs is None else torch.cat([sure, tree.probs[:, 1:]], dim=1)
     tokens = F.pad(tree.tokens, (lead, 0))
-    made = DraftTree(tokens, TreeShape.from_parents(parents), probs)
-    return made, torch.cat([sure[:, :lead], p], dim=1)
+    longer = DraftTree(tokens, TreeShape.from_parents(parents), probs)
+    return longer, torch.cat([sure[:, :lead], p], dim=1)
 
 
 def node_probs(drawn: Draws, target: Tables) -> Tensor:
     """The target's distribution at every node of every draw [R, N, V]."""
     depths = drawn.tree.shape.depths[0].tolist()
-    found = [target[depth][drawn.prefix[:, node]] for node, depth in enumerate(depths)]
-    return torch.stack(found, dim=1)
+    probs = [target[depth][drawn.prefix[:, node]] for node, depth in enumerate(depths)]
+    return torch.stack(probs, dim=1)
 
 
 def total_variation(first: Tensor, second: Tensor) -> float:

@@ -7,9 +7,9 @@ threshold on the distance of their embeddings; here ``k`` asks that they are amo
 codes of x, which needs no scale (0: any). A draft is kept with chance ``min(1, p(G) / q(G))``. Once
 it is rejected the next token comes from the strict rule's ``norm((p - q)+)``, as in the paper.
 
-One draft of distribution q thus emits ``a + (1 - sum a) norm((p - q)+)`` with the kept mass
-``a(x) = q(x) min(1, p(G) / q(G))``. Groups overlap, so that this is no exact rule about groups
-either: what it costs is measured.
+One draft of distribution q thus emits ``a + (1 - sum a) norm((p - q)+)`` with the kept mass ``a(x)
+= q(x) min(1, p(G) / q(G))``. Groups overlap, so this is not an exact rule even about groups: its
+deviation is measured.
 
 Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, J table columns, M
 tokens of a group.
@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 
 from specmm.core.tree import DraftTree
-from specmm.verify.exact import Trial, strict_rest, strict_step, take, top_down, top_down_measured
+from specmm.verify.exact import (
+    Trial,
+    strict_residual,
+    strict_step,
+    take,
+    top_down,
+    top_down_measured,
+)
 from specmm.verify.lantern import Neighbourhood
 from specmm.verify.rule import Decisions
 
@@ -35,7 +42,7 @@ class Grouped:
     """A draft is kept with min(1, p(G) / q(G)), G the tokens about as likely as it.
 
     ``table`` [W, J] from ``neighbour_table`` (J >= k), None for k = 0. ``offset``: id of the first
-    image token. Greedy decoding has no other token as likely as the draft: use ``GreedyMatch``.
+    image token. For greedy decoding, where no token is as likely as the draft, use ``GreedyMatch``.
     """
 
     exact: ClassVar[bool] = False
@@ -68,7 +75,7 @@ class Grouped:
         return top_down(tree, p, self._step, self._chance)
 
     def _step(self, target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        return self._chance(target, trial), strict_rest(target, trial)
+        return self._chance(target, trial), strict_residual(target, trial)
 
     def _chance(self, target: Tensor, trial: Trial) -> Tensor:
         """min(1, p(G) / q(G)) [B, F] of the drafts under ``target`` [B, F, V]."""
@@ -80,16 +87,16 @@ class Grouped:
         return (mass / drawn.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1)
 
     def _group(self, target: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [B, F, M] that may be in the groups of ``token`` [B, F], and which are: bool."""
+        """Candidates [B, F, M] for the groups of ``token`` [B, F], and which are in them: bool."""
         order = target.argsort(dim=-1, descending=True, stable=True)
         rank = (order == token[..., None]).int().argmax(-1, keepdim=True)
         places = rank + torch.arange(-self.span, self.span + 1, device=rank.device)
-        there = (places >= 0) & (places < target.shape[-1])
+        inside = (places >= 0) & (places < target.shape[-1])
         group = order.gather(-1, places.clamp(0, target.shape[-1] - 1))
-        own = take(target, token)[..., None]
-        alike = (take(target, group) - own).abs() < self.gap
+        token_prob = take(target, token)[..., None]
+        alike = (take(target, group) - token_prob).abs() < self.gap
         if self.neighbourhood is not None:
             near, is_code = self.neighbourhood.near(token, self.k)
-            found = (group[..., None] == near[..., None, :]).any(-1)
-            alike &= found & is_code[..., None]
-        return group, there & (alike | (group == token[..., None]))
+            members = (group[..., None] == near[..., None, :]).any(-1)
+            alike &= members & is_code[..., None]
+        return group, inside & (alike | (group == token[..., None]))

@@ -5,17 +5,17 @@ largest S_j, j <= k, within the bound: ``delta`` for LANTERN (Jang et al. 2025),
 target(x)`` for LANTERN++ (Park et al. 2025). A draft is kept with chance ``min(1, relaxed / q)``.
 ``residual`` chooses the distribution from which the next token is drawn after a rejection:
 
-``"corrected"`` (default): the strict rule's ``norm((p - q)+)``; a point mass leaves p without x. An
-    excluded token (p = 0) never comes out of it. The output distribution is known: with the kept
-    mass ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all
-    distributions that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``:
-    where q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0.
-``"release"``: what the authors' code does, for comparisons. Point masses: x and, if any neighbour
-    qualified, x's first k + 1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those
-    neighbours taken out of q. Zero mass: uniform over the whole vocabulary. It is no residual of
-    the relaxed distribution, and it can emit a token that the processor excluded.
-``"lumina"``: the authors' code for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p;
-    else as ``"release"``.
+``"corrected"`` (default): the strict rule's ``norm((p - q)+)``; a point mass leaves p without x. A
+token that the processor excluded (p = 0) is never emitted. The output distribution is known: with
+the kept mass ``a(x) = min(q(x), relaxed(x))`` it is ``r = a + (1 - sum a) norm((p - a)+)``, of all
+distributions that dominate a the nearest to p in total variation. ``(p - a)+`` is ``(p - q)+``:
+where q <= p + S, a is q; elsewhere q > p + S >= p and a = p + S >= p, so that both are 0.
+``"release"``: as the authors' code, for comparisons. Point masses: x and, if any neighbour
+qualified, x's first k + 1 neighbours leave the target. Drawn drafts: ``(p - q)+`` with those
+neighbours taken out of q. Zero mass: uniform over the whole vocabulary. It is no residual of the
+relaxed distribution, and it can emit a token that the processor excluded. ``"lumina"``: the
+authors' code for Lumina-mGPT: ``(p - q)+`` with the neighbours taken out of p; else as
+``"release"``.
 
 The release accepts at u <= ratio; here, as everywhere, u < ratio.
 Shape letters: B batch, N nodes, F families, V vocabulary, W codes in the table, C code width, J
@@ -41,7 +41,7 @@ from specmm.verify.exact import (
     kept_with,
     normalised,
     one_hot,
-    strict_rest,
+    strict_residual,
     strict_step,
     take,
     top_down,
@@ -102,24 +102,22 @@ class Neighbourhood:
                 f"k must be in [0, {columns}] for a table of {codes} x {columns}, got {self.k}"
             )
 
-    def borrowed(self, target: Tensor, token: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def borrowed(self, target: Tensor, token: Tensor, token_prob: Tensor) -> tuple[Tensor, Tensor]:
         """S of ``token`` [B, F] under ``target`` [B, F, V], and whether any neighbour qualifies:
         [B, F] both.
 
-        ``own`` [B, F] is target(token).
+        ``token_prob`` [B, F] is target(token).
         """
         if not self.k:
-            return torch.zeros_like(own), torch.zeros_like(own, dtype=torch.bool)
+            return torch.zeros_like(token_prob), torch.zeros_like(token_prob, dtype=torch.bool)
         near, is_code = self.near(token, self.k)
         total = target.gather(-1, near).cumsum(-1)
-        bound = (self.bound - 1) * own[..., None] if self.factor else self.bound
+        bound = (self.bound - 1) * token_prob[..., None] if self.factor else self.bound
         over = (total > bound) | ~is_code[..., None]
         return total.masked_fill_(over, 0.0).amax(-1), ~over[..., 0]
 
     def near(self, token: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """The first neighbours (ids [..., count]) of ``token`` [...], and whether it is a code at
-        all [...].
-        """
+        """Nearest ids [..., count] of ``token`` [...], and whether it is a code [...]."""
         code = token - self.offset
         is_code = (code >= 0) & (code < len(self.table))
         near = self.table[:, :count][code.clamp(0, len(self.table) - 1)]
@@ -127,7 +125,7 @@ class Neighbourhood:
 
 
 class _Borrowing:
-    """The base of both rules, with their ``neighbourhood``."""
+    """Base class of both rules, with their ``neighbourhood``."""
 
     residual: Residual
     greedy: bool
@@ -189,7 +187,7 @@ class Lantern(_Borrowing):
 class LanternPP(_Borrowing):
     """LANTERN++: a draft borrows at most ``(lambda_ - 1) target(x)`` of its ``k`` nearest codes.
 
-    The other fields are ``Lantern``'s.
+    Other fields as in ``Lantern``.
     """
 
     exact: ClassVar[bool] = False
@@ -211,32 +209,34 @@ class LanternPP(_Borrowing):
 
 
 def _relaxed_chance(near: Neighbourhood, target: Tensor, trial: Trial) -> Tensor:
-    """min(1, relaxed / q) [B, F] of the drafts, with what they borrow of ``target`` [B, F, V]."""
-    own = take(target, trial.token)
-    return kept_with(own + near.borrowed(target, trial.token, own)[0], trial)
+    """min(1, relaxed / q) [B, F] of the drafts, with mass borrowed from ``target`` [B, F, V]."""
+    token_prob = take(target, trial.token)
+    return kept_with(token_prob + near.borrowed(target, trial.token, token_prob)[0], trial)
 
 
 def _corrected(near: Neighbourhood) -> Step:
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        return _relaxed_chance(near, target, trial), strict_rest(target, trial)
+        return _relaxed_chance(near, target, trial), strict_residual(target, trial)
 
     return step
 
 
 def _released(near: Neighbourhood, *, lumina: bool) -> Step:
+    """The step of the release's residual, or of Lumina-mGPT's."""
+
     def step(target: Tensor, trial: Trial) -> tuple[Tensor, Tensor]:
-        own = take(target, trial.token)
-        borrowed, found = near.borrowed(target, trial.token, own)
+        token_prob = take(target, trial.token)
+        borrowed, any_near = near.borrowed(target, trial.token, token_prob)
         if trial.probs is None:
-            rest = _cleared(near, target, trial.token, found).scatter(
+            residual = _cleared(near, target, trial.token, any_near).scatter(
                 -1, trial.token[..., None], 0.0
             )
         elif lumina:
-            rest = (_cleared(near, target, trial.token, found) - trial.probs).clamp_(min=0)
+            residual = (_cleared(near, target, trial.token, any_near) - trial.probs).clamp_(min=0)
         else:
-            rest = (target - _cleared(near, trial.probs, trial.token, found)).clamp_(min=0)
+            residual = (target - _cleared(near, trial.probs, trial.token, any_near)).clamp_(min=0)
         everywhere = torch.full_like(target, 1 / target.shape[-1])
-        return kept_with(own + borrowed, trial), normalised(rest, everywhere)
+        return kept_with(token_prob + borrowed, trial), normalised(residual, everywhere)
 
     return step
 
@@ -250,24 +250,22 @@ def _cleared(near: Neighbourhood, probs: Tensor, token: Tensor, where: Tensor) -
 
 
 def _greedy(near: Neighbourhood, tree: DraftTree, p: Tensor, measure: bool) -> Decisions:
-    """Keep x iff it is the argmax once its entry is its relaxed mass; of the paths kept, the first
-    of the longest.
-    """
+    """Keep x if it is the argmax once its mass is relaxed; the path is the longest kept one."""
     best = likeliest(p)  # [B, N]
     parents = tree.shape.parents.clamp(min=0).expand_as(best)
-    wanted = best.gather(1, parents)
+    chosen = best.gather(1, parents)
     row = torch.arange(len(p), device=p.device)[:, None]
     before = p[row, parents]  # [B, N, V]: what each node's parent predicts
-    own = take(before, tree.tokens)
-    relaxed = own + near.borrowed(before, tree.tokens, own)[0]
-    top = take(before, wanted)
-    wins = (tree.tokens == wanted) | (relaxed > top) | ((relaxed == top) & (tree.tokens < wanted))
+    token_prob = take(before, tree.tokens)
+    relaxed = token_prob + near.borrowed(before, tree.tokens, token_prob)[0]
+    top = take(before, chosen)
+    wins = (tree.tokens == chosen) | (relaxed > top) | ((relaxed == top) & (tree.tokens < chosen))
     wins[:, 0] = True
-    kept = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
+    accepted = ~(tree.shape.ancestors & ~wins[:, None]).any(-1)
     excess = None
     if measure:  # a kept child other than the argmax: greedy decoding may go on otherwise
-        wrong = (kept & (tree.tokens != wanted)).to(p.dtype)
-        excess = torch.zeros_like(own).scatter_reduce(
+        wrong = (accepted & (tree.tokens != chosen)).to(p.dtype)
+        excess = torch.zeros_like(token_prob).scatter_reduce(
             1, parents, wrong.index_fill(1, parents.new_zeros(1), 0), "amax"
         )
-    return Decisions(kept.to(p.dtype), one_hot(best, p), deepest_first(tree.shape), excess)
+    return Decisions(accepted.to(p.dtype), one_hot(best, p), deepest_first(tree.shape), excess)

@@ -1,9 +1,9 @@
-"""The acceptance rules for one row in plain Python: the references of the vectorised ones.
+"""The acceptance rules for one row in plain Python: references for the vectorised rules.
 
 Every rule takes ``tokens`` [N], ``parents`` [N] (-1 for the root), the target's distributions ``p``
-[N][V], and those the drafts were drawn from, ``probs`` [N][V], or None for point masses. It returns
-the chance of each node, the next token's distribution at each node and, for bottom-up rules, the
-order of the tests.
+[N][V], and the drafts' distributions ``probs`` [N][V], or None for point masses. It returns the
+chance of each node, the next token's distribution at each node and, for bottom-up rules, the order
+of the tests.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _children(parents: Ints, node: int) -> list[int]:
     return [child for child, parent in enumerate(parents) if parent == node]
 
 
-def _normalised(rest: Dist, fallback: Dist) -> Dist:
-    total = math.fsum(rest)
-    return [x / total for x in rest] if total > 0 else fallback
+def _normalised(residual: Dist, fallback: Dist) -> Dist:
+    total = math.fsum(residual)
+    return [x / total for x in residual] if total > 0 else fallback
 
 
 def _minus(p: Dist, q: Dist) -> Dist:
@@ -44,6 +44,7 @@ StepRule: TypeAlias = Callable[[Dist, int, Dist | None, int], tuple[float, Dist]
 
 
 def _top_down(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None, step: StepRule) -> Result:
+    """Chances and next distributions of a top-down rule, one ``step`` a sibling."""
     accept = [1.0] * len(tokens)
     next_probs = [list(dist) for dist in p]
     for node in range(len(tokens)):
@@ -72,7 +73,7 @@ def recursive(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None)
 
 
 def greedy_multi_draft(tokens: Ints, parents: Ints, p: Dists, probs: Dists) -> Result:
-    """The sample of rank 0 by its distribution, the others as point masses."""
+    """The sample of rank 0 by its distribution, other siblings as point masses."""
 
     def step(target: Dist, token: int, dist: Dist | None, rank: int) -> tuple[float, Dist]:
         return strict_step(target, token, dist if rank == 0 else None, rank)
@@ -94,10 +95,10 @@ def block(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None) -> 
         accept[node] = reach
         if node < last:
             after = _point(tokens[node + 1], size) if probs is None else probs[node + 1]
-            rest = _minus([reach * x for x in p[node]], after)
-            total = math.fsum(rest)
+            residual = _minus([reach * x for x in p[node]], after)
+            total = math.fsum(residual)
             accept[node] = total / (total + 1 - reach) if reach < 1 else 1.0
-            next_probs[node] = _normalised(rest, p[node])
+            next_probs[node] = _normalised(residual, p[node])
     return accept, next_probs, list(range(last, 0, -1))
 
 
@@ -115,9 +116,9 @@ def traversal(tokens: Ints, parents: Ints, p: Dists, probs: Dists | None = None)
             )
             visit(child)
             order.append(child)
-            rest = _minus([accept[node] * x for x in next_probs[node]], dist)
-            total = math.fsum(rest)
-            next_probs[node] = _normalised(rest, next_probs[node])
+            residual = _minus([accept[node] * x for x in next_probs[node]], dist)
+            total = math.fsum(residual)
+            next_probs[node] = _normalised(residual, next_probs[node])
             accept[node] = total / (total + 1 - accept[node]) if accept[node] < 1 else 1.0
 
     visit(0)
@@ -162,8 +163,8 @@ def lantern(
             if dist is not None:
                 kept = [min(q, relaxed(target, x)) for x, q in enumerate(dist)]
             return chance, _normalised(_minus(target, kept), target)
-        found = borrowed(target, token, table, k, bound, factor) is not None
-        gone = set(table[token][: k + 1]) if found else set()
+        borrows = borrowed(target, token, table, k, bound, factor) is not None
+        gone = set(table[token][: k + 1]) if borrows else set()
         if dist is None or residual == "lumina":
             target = [0.0 if x in gone else m for x, m in enumerate(target)]
         else:
@@ -191,7 +192,7 @@ def typical(
 def group(
     p: Dist, token: int, span: int, gap: float, near: Sequence[int] | None = None
 ) -> list[int]:
-    """GSD's group of ``token``: tokens about as likely, itself included, of those ``near`` it."""
+    """GSD's group of ``token``: tokens of similar probability, itself included, if ``near`` it."""
     order = sorted(range(len(p)), key=lambda x: (-p[x], x))
     rank = order.index(token)
     alike = [x for x in order[max(rank - span, 0) : rank + span + 1] if abs(p[x] - p[token]) < gap]

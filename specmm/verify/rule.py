@@ -3,8 +3,8 @@ result.
 
 A rule is deterministic. From the drafts and the target's distributions it computes *decisions*: the
 probability of keeping each node, and the distribution of the next token wherever the path may end.
-:func:`sample_result` then compares them with uniforms. Randomness is in that one place, so that
-tests can enumerate the outcomes of the real rules (tests/unit/verify).
+:func:`sample_result` then compares them with uniforms. All randomness is there, so that tests can
+enumerate the outcomes of the real rules (tests/unit/verify).
 
 Shape letters: B batch, N nodes, M nodes tested bottom-up, V vocabulary, D deepest level.
 """
@@ -23,7 +23,16 @@ from torch import Tensor
 from specmm.core.randomness import UniformSource, categorical
 from specmm.core.tree import DraftTree, TreeShape
 from specmm.extending.kinds import check_kind
-from specmm.extending.registry import OPTION, Open, maker_of, name_of, named, parse_spec, unknown
+from specmm.extending.registry import (
+    OPTION,
+    Open,
+    maker_of,
+    name_of,
+    named,
+    parse_spec,
+    summary,
+    unknown,
+)
 from specmm.shape.trees import Siblings
 
 
@@ -38,7 +47,7 @@ class Decisions:
 
     ``after`` holds the distribution of the next token, of any positive total, for a path that ends
     at node n: [B, N, V], or a function from last nodes [B] to distributions [B, V]. The function
-    saves time: a residual is what costs a rule most, and only one of them is sampled.
+    saves time: residuals are a rule's largest cost, and only one of them is sampled.
 
     ``excess`` [B, N], if measured, bounds the total variation between what a relaxed rule emits
     after node n and the target's distribution there. It is the probability that the rule and its
@@ -126,8 +135,8 @@ Path: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def selected(shape: TreeShape, hit: Tensor, order: Tensor | None = None) -> Path:
-    """The path that ``hit`` [B, N], of the root too, selects: from the root down, or by ``order``
-    [M] or [B, M], up to the first node of it that is hit.
+    """The path that ``hit`` [B, N] (root included) selects: from the root down or, with ``order``
+    [M] or [B, M], up to the first node in that order that is hit.
     """
     find = _along_a_chain if shape.is_chain else _through_a_tree
     return find(shape, hit, order)
@@ -152,7 +161,7 @@ def _through_a_tree(shape: TreeShape, hit: Tensor, order: Tensor | None) -> Path
 
 
 def _path_from_the_root(shape: TreeShape, hit: Tensor) -> Tensor:
-    """Nodes kept [B, N] by a top-down rule: those that are chosen with all their ancestors."""
+    """Nodes kept [B, N] by a top-down rule: nodes that are chosen with all their ancestors."""
     earlier_hit = (shape.earlier_siblings & hit[:, None]).any(-1)
     missed = ~hit | earlier_hit
     return ~(shape.ancestors & missed[:, None]).any(-1)
@@ -193,6 +202,7 @@ def endings(shape: TreeShape, decisions: Decisions) -> Tensor:
 
 
 def _endings_from_the_root(shape: TreeShape, accept: Tensor) -> Tensor:
+    """:func:`endings` of a top-down rule: reached, and all children refused."""
     refuse = (1 - accept)[:, None]  # [B, 1, N]
     chosen = accept * torch.where(shape.earlier_siblings, refuse, 1.0).prod(-1)
     chosen[:, 0] = 1
@@ -212,8 +222,8 @@ class RuleKind:
     the drafts that it needs.
 
     ``siblings`` says how siblings are drawn; None: drafts are the likeliest tokens, without
-    probabilities. ``relaxed`` rules relax greedy decoding, too; rules of ``codes`` compare the
-    codes of a picture's tokenizer. Third-party classes may declare these three themselves.
+    probabilities. ``relaxed`` rules relax greedy decoding, too; rules of ``codes`` compare codes of
+    an image tokenizer. Third-party classes may declare these three themselves.
     """
 
     place: Any
@@ -225,14 +235,14 @@ class RuleKind:
 
     @property
     def rule(self) -> Any:
-        """The rule's class, or an object."""
+        """The rule's class, or a rule object."""
         return named(f"specmm.verify.{self.place}") if isinstance(self.place, str) else self.place
 
     @classmethod
     def of_others(cls, name: str, rule: Any) -> RuleKind:
         """The entry of a third-party ``rule``; raises ``ValueError`` if it is not a rule."""
-        told = isinstance(getattr(rule, "exact", None), bool)
-        if not (told and callable(getattr(rule, "decisions", None))):
+        declared = isinstance(getattr(rule, "exact", None), bool)
+        if not (declared and callable(getattr(rule, "decisions", None))):
             raise ValueError(
                 "rule must have decisions(tree, p, *, measure=False) and exact, True or False, "
                 f"got {name}; see specmm.verify.rule.Rule"
@@ -240,24 +250,23 @@ class RuleKind:
         siblings: Any = getattr(rule, "siblings", "distinct")
         if siblings is not None and siblings not in get_args(Siblings):
             raise unknown(f"way to draw siblings of rule {name}", siblings, get_args(Siblings))
-        made = rule if inspect.isclass(rule) else type(rule)
-        if not issubclass(made, Hashable):
+        rule_class = rule if inspect.isclass(rule) else type(rule)
+        if not issubclass(rule_class, Hashable):
             raise ValueError(
-                f"rule {name} must be hashable, for calls share it, got a {made.__name__}; make it "
-                "a @dataclass(frozen=True)"
+                f"rule {name} must be hashable, because calls share it, got a "
+                f"{rule_class.__name__}; make it a @dataclass(frozen=True)"
             )
-        what = (inspect.getdoc(rule) or name).splitlines()[0]
         relaxed, codes = (bool(getattr(rule, flag, False)) for flag in ("relaxed", "codes"))
         if relaxed and rule.exact:
-            raise ValueError(f"rule {name} must not be relaxed where it is exact; leave one out")
-        return cls(rule, siblings, what, relaxed, codes)
+            raise ValueError(f"rule {name} must not be both exact and relaxed; leave one out")
+        return cls(rule, siblings, summary(rule) or name, relaxed, codes)
 
 
 def _released(place: str, name: str) -> RuleKind:
-    """The rule with the residual of its authors' code."""
+    """The entry of the rule with the residual of its authors' code."""
     preset = {"residual": "release", "name": f"{name}-release"}
-    what = f"{name} as in the authors' released code, for comparisons"
-    return RuleKind(place, "distinct", what, relaxed=True, codes=True, preset=preset)
+    summary_line = f"{name} as in the authors' released code, for comparisons"
+    return RuleKind(place, "distinct", summary_line, relaxed=True, codes=True, preset=preset)
 
 
 # A new rule of ours is a class with ``decisions`` and one entry here.
@@ -308,7 +317,7 @@ RULES = Open("rule", OURS, RuleKind.of_others)
 
 
 def rule_kind(spec: RuleName) -> RuleKind:
-    """The entry of the rule that ``spec`` names or is; raises ``ValueError`` with a suggestion."""
+    """The entry of the rule ``spec``, an object or a name; ``ValueError`` with a suggestion."""
     if not isinstance(spec, str):
         return RuleKind.of_others(name_of(spec), spec)
     name, _, _ = parse_spec(spec)
@@ -321,28 +330,28 @@ def make_rule(spec: RuleName, **given: Any) -> Rule:
     """The rule of ``spec``, such as ``typical(epsilon=0.2)``, with arguments ``given`` that text
     cannot express.
 
-    Raises ``ValueError`` for a name or an option that is not known, and for one of a wrong kind.
+    Raises ``ValueError`` for an unknown name or option, and for an option of a wrong kind.
     """
     kind = rule_kind(spec)
     name, values, options = parse_spec(spec) if isinstance(spec, str) else (name_of(spec), [], {})
     if not inspect.isclass(kind.rule):
         if values or options or given:
-            raise ValueError(f"rule {name} is made already and takes no options, got {spec}")
-        found: Rule = kind.rule
-        if not maker_of(found) and getattr(found, "greedy", False):
+            raise ValueError(f"rule {name} is an object and takes no options, got {spec}")
+        rule_object: Rule = kind.rule
+        if not maker_of(rule_object) and getattr(rule_object, "greedy", False):
             raise ValueError(
-                f"rule {name} is that of greedy decoding, which takes it by itself, got it for "
-                "drawn tokens; leave it out"
+                f"rule {name} serves only greedy decoding, which uses it by default, got sampling; "
+                "leave it out"
             )
-        return found
+        return rule_object
     rule: Any = kind.rule
     hidden = {"name", "exact", *given, *kind.preset}
     parameters = inspect.signature(rule).parameters
-    known = [option for option in parameters if option not in hidden]
-    strange = [str(value) for value in values] + [key for key in options if key not in known]
+    visible = [option for option in parameters if option not in hidden]
+    strange = [str(value) for value in values] + [key for key in options if key not in visible]
     if strange:
-        raise unknown(f"option of rule {name}", strange[0], known or ["(none)"], OPTION)
+        raise unknown(f"option of rule {name}", strange[0], visible or ["(none)"], OPTION)
     for option, value in options.items():
         check_kind(parameters[option].annotation, **{option: value})
-    made: Rule = rule(**{**kind.preset, **options, **given})
-    return made
+    instance: Rule = rule(**{**kind.preset, **options, **given})
+    return instance

@@ -47,9 +47,9 @@ def find(
     """The folder of a model ``name``: a local folder, a pocket model, a published name or a hub
     id, fetched as ``source`` says.
 
-    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that its kind of model has; a pocket
-    model must be of a ``kind``, if given, as in :func:`kind_of`. A hub id's ``revision`` comes from
-    ``cache_dir`` or gets there. Raises ``ValueError`` if there is no such model.
+    ``index``, ``PIPELINE`` or ``TRANSFORMERS``, is the file that marks its type of model; a pocket
+    model must be of the ``kind`` (see :func:`kind_of`), if given. A hub id's ``revision`` is read
+    from ``cache_dir``, or fetched into it. Raises ``ValueError`` if there is no such model.
     """
     if not isinstance(name, str | Path):
         raise ValueError(f"model must be a folder, a pocket name or a hub id, got {shown(name)}")
@@ -71,7 +71,7 @@ def find(
 def _shipped(name: str, suits: Callable[[Path], bool]) -> Path:
     """The folder of a pocket model; raises ``ValueError`` unless its folder ``suits``."""
     shipped = pocket_models()
-    suit = [one for one, folder in shipped.items() if suits(folder)]
+    suit = [model for model, folder in shipped.items() if suits(folder)]
     if name in suit:
         return shipped[name]
     if name in shipped:
@@ -81,9 +81,7 @@ def _shipped(name: str, suits: Callable[[Path], bool]) -> Path:
 
 
 def fetched(name: str, source: Source = USUAL) -> Path:
-    """The folder of a published model or a hub's, fetched unless it is in the cache; see
-    :func:`find`.
-    """
+    """The folder of a published or hub model, fetched unless it is cached; see :func:`find`."""
     if name.startswith(POCKETS):
         return _shipped(name, lambda folder: True)
     if not name:
@@ -101,7 +99,7 @@ def fetched(name: str, source: Source = USUAL) -> Path:
 def files_of(
     entry: Published, source: Source = USUAL, parts: Mapping[str, Part] | None = None
 ) -> dict[str, Path]:
-    """The files of a model of several ``parts``, or of some of them, fetched.
+    """The fetched files of a model of several files, or of some of its ``parts``.
 
     Raises ``ValueError`` as :func:`specmm.zoo.hub.fetch`, and for parts that no hub has.
     """
@@ -113,26 +111,26 @@ def files_of(
                 f"{told(part.size)}: {part.address}; then run: specmm convert {part.file} FOLDER "
                 f"--like {entry.name}"
             )
-    wanted = [
+    requests = [
         Wanted(part.repository, (part.file,), part.revision, part.size) for part in parts.values()
     ]
-    found = dict(zip(parts, fetch(entry.name, wanted, source), strict=True))
+    files = dict(zip(parts, fetch(entry.name, requests, source), strict=True))
     for place, part in parts.items():
-        check_release(found[place], part.file, "" if source.revision else part.sha256)
-    return {place: folder / parts[place].file for place, folder in found.items()}
+        check_release(files[place], part.file, "" if source.revision else part.sha256)
+    return {place: folder / parts[place].file for place, folder in files.items()}
 
 
 def _repository(name: str, entry: Published | None, source: Source) -> Path:
-    """The folder of a hub's whole repository; of a file's, which is not in the registry, none."""
+    """The folder of a whole hub repository; none for a single file that is not in the registry."""
     if source.file is not None:
         raise ValueError(
             f"file must be one of a published repository (specmm zoo --published), got {name}; "
             "fetch it yourself and run: specmm convert FILE FOLDER --like NAME"
         )
     if entry is None and "/" not in name:
-        known = [*pocket_models(), *published_models()]
-        if difflib.get_close_matches(name, known, n=1, cutoff=0.6):
-            raise unknown("model", name, known)
+        names = [*pocket_models(), *published_models()]
+        if difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+            raise unknown("model", name, names)
     repository = name if entry is None else entry.repository
     size = None if entry is None else entry.about
     return fetch(name, [Wanted(repository, bytes=size)], source)[0]
@@ -141,12 +139,12 @@ def _repository(name: str, entry: Published | None, source: Source) -> Path:
 def card(name: str) -> dict[str, Any]:
     """The ``card.json`` of a pocket model: data, licence, steps, losses, measurements."""
     file = pocket_models().get(name, Path(name)) / "card.json"
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return content
 
 
 def classes(folder: Path) -> list[str]:
-    """The names of the classes that the image model in ``folder`` draws, by id; none for others."""
+    """The class names of the image model in ``folder``, by id; empty for other models."""
     file = folder / SETTINGS
     names: list[str] = json.loads(file.read_text()).get("classes", []) if file.is_file() else []
     return names

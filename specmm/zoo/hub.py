@@ -28,8 +28,8 @@ UNUSED = ("original/*", "consolidated*", "*training_args*", "optimizer*", "runs/
 
 @dataclass(frozen=True)
 class Source:
-    """How a name is looked up: the ``file`` of a repository, its ``revision``, the folder of the
-    cache, and whether a large ``download`` is agreed to.
+    """How to look up a name: the ``file`` of a repository, its ``revision``, the cache's folder,
+    and whether the user agreed to a large ``download``.
     """
 
     file: str | None = None
@@ -39,14 +39,14 @@ class Source:
 
     @property
     def agreed(self) -> bool:
-        """Whether large files may be fetched."""
+        """Whether the user agreed to fetch large files."""
         return self.download or os.environ.get(AGREED, "").lower() in ("1", "true", "yes")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """``files`` of a repository, by exact names (empty: all files of its model). Their size is
-    about ``bytes``; 0: unknown, None: not looked up.
+    """``files`` of a repository, by exact names (empty: all files of its model). They have about
+    ``bytes`` bytes (0: unknown, None: not looked up).
     """
 
     repository: str
@@ -70,8 +70,8 @@ class Found:
     def lacks(self, name: str) -> str:
         """The absent files, their size, and their repository if it is not ``name``."""
         repository = self.wanted.repository
-        place = "" if repository == name else f" of {repository}"
-        return f"{', '.join(self.absent)}{told(self.wanted.bytes)}{place}"
+        of = "" if repository == name else f" of {repository}"
+        return f"{', '.join(self.absent)}{told(self.wanted.bytes)}{of}"
 
     @property
     def missing(self) -> list[Any]:
@@ -80,15 +80,15 @@ class Found:
 
 
 def fetch(name: str, everything: Sequence[Wanted], source: Source) -> list[Path]:
-    """The cache's folders with the files wanted from each repository, downloaded if needed.
+    """The cache folders with ``everything`` wanted of each repository, downloaded if needed.
 
     Raises ``ValueError`` for a repository or file that the hub does not have, an unreachable hub,
     more than ``LARGE`` bytes without the user's consent, and files that arrived damaged.
     """
-    found = [_look(name, wanted, source) for wanted in everything]
-    _check_cached(name, found, source)
-    _check_agreed(name, [file for one in found for file in one.missing], source)
-    return [one.folder or _take(name, one, source) for one in found]
+    lookups = [_look(name, wanted, source) for wanted in everything]
+    _check_cached(name, lookups, source)
+    _check_agreed(name, [file for lookup in lookups for file in lookup.missing], source)
+    return [lookup.folder or _take(name, lookup, source) for lookup in lookups]
 
 
 def _look(name: str, wanted: Wanted, source: Source) -> Found:
@@ -103,10 +103,10 @@ def _look(name: str, wanted: Wanted, source: Source) -> Found:
     files: list[Any] = []
     try:
         if wanted.files:
-            files = _listed(wanted, wanted.files, source)
+            files = _hub_files(wanted, wanted.files, source)
         else:
-            kinds = (_listed(wanted, (pattern,), source) for pattern in WEIGHTS)
-            files = [*_listed(wanted, SMALL, source), *next(filter(None, kinds), [])]
+            kinds = (_hub_files(wanted, (pattern,), source) for pattern in WEIGHTS)
+            files = [*_hub_files(wanted, SMALL, source), *next(filter(None, kinds), [])]
     except answers as error:
         raise _explained(name, wanted, source, error) from error
     except Exception as error:  # the network's errors differ by client and place
@@ -121,20 +121,21 @@ def _look(name: str, wanted: Wanted, source: Source) -> Found:
     return Found(wanted, tuple(files))
 
 
-def _listed(wanted: Wanted, patterns: Sequence[str], source: Source) -> list[Any]:
-    """The hub's files that match ``patterns``, with their sizes, nothing fetched."""
+def _hub_files(wanted: Wanted, patterns: Sequence[str], source: Source) -> list[Any]:
+    """The hub's files that match ``patterns``, with their sizes; fetches nothing."""
     ignored = None if wanted.files else list(UNUSED)
     return list(_snapshot(wanted, source, patterns, ignore_patterns=ignored, dry_run=True))
 
 
 def _snapshot(wanted: Wanted, source: Source, patterns: Sequence[str], **options: Any) -> Any:
+    """The hub's snapshot of the files that match ``patterns``; quiet if nothing is fetched."""
     from huggingface_hub import snapshot_download
     from tqdm.auto import tqdm
 
     class Quiet(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **given: Any) -> None:
-            given.pop("name", None)
-            super().__init__(*args, **{**given, "disable": True})
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": True})
 
     if options.get("dry_run"):
         options["tqdm_class"] = Quiet
@@ -148,6 +149,7 @@ def _snapshot(wanted: Wanted, source: Source, patterns: Sequence[str], **options
 
 
 def _check_agreed(name: str, missing: Sequence[Any], source: Source) -> None:
+    """Raise ``ValueError`` for large ``missing`` files without the user's consent."""
     size = sum(file.file_size or 0 for file in missing)
     if size < LARGE or source.agreed:
         return
@@ -192,7 +194,7 @@ def check_sha256(file: Path, wanted: str, name: str) -> None:
 
 
 def check_release(folder: Path, file: str, sha256: str) -> None:
-    """Raise ``ValueError`` where the hub says that ``file`` is not the one with ``sha256``."""
+    """Raise ``ValueError`` if the hub says that ``file`` does not have the hash ``sha256``."""
     blob = (folder / file).resolve().name
     if sha256 and SHA256.fullmatch(blob) and blob != sha256:
         raise ValueError(
@@ -214,13 +216,13 @@ def _cached(wanted: Wanted, source: Source, reason: BaseException) -> Found:
     return Found(wanted, folder=folder, absent=absent, reason=reason)
 
 
-def _check_cached(name: str, found: Sequence[Found], source: Source) -> None:
+def _check_cached(name: str, files: Sequence[Found], source: Source) -> None:
     """Raise ``ValueError`` for files that the cache lacks while the hub cannot be reached."""
-    lacking = [one for one in found if one.absent]
+    lacking = [lookup for lookup in files if lookup.absent]
     if lacking:
         first = lacking[0]
         assert first.reason is not None
-        lacks = ", ".join(one.lacks(name) for one in lacking)
+        lacks = ", ".join(lookup.lacks(name) for lookup in lacking)
         raise _explained(name, first.wanted, source, first.reason, lacks) from first.reason
 
 
@@ -242,10 +244,10 @@ def _explained(
             "specmm zoo --published), and cannot be a hub's id; check the name"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        return _nowhere(name, repository)
+        return _not_found(name, repository)
     if isinstance(error, errors.RevisionNotFoundError):
-        given = source.revision or wanted.revision
-        return ValueError(f"revision must be one of {repository}'s, got {given!r}; check it")
+        revision = source.revision or wanted.revision
+        return ValueError(f"revision must be one of {repository}'s, got {revision!r}; check it")
     why = "HF_HUB_OFFLINE is set" if _offline(error) else type(error).__name__
     also = f", and the cache lacks {lacks}" if lacks else ""
     return ValueError(
@@ -255,7 +257,7 @@ def _explained(
 
 
 def told(size: int | None) -> str:
-    """Text for an approximate ``size`` in bytes (0: unknown), to follow a name."""
+    """An approximate ``size`` in bytes (0: unknown) as text to put after a name."""
     if size is None:
         return ""
     return f" (about {size / 1e9:.1f} GB)" if size else " (of unknown size)"
@@ -267,9 +269,9 @@ def _offline(error: BaseException) -> bool:
     return isinstance(error, OfflineModeIsEnabled)
 
 
-def _nowhere(name: str, repository: str) -> ValueError:
-    """The error for a repository that the hub does not have."""
+def _not_found(name: str, repository: str) -> ValueError:
+    """The error for a ``repository`` that the hub lacks."""
     from specmm.zoo.published import published_models
 
-    known = {one for model in published_models().values() for one in model.repositories}
-    return unknown("model of the hub", repository, known | set(published_models()))
+    repositories = {one for model in published_models().values() for one in model.repositories}
+    return unknown("model of the hub", repository, repositories | set(published_models()))

@@ -35,36 +35,36 @@ def files_of_models(names: Iterable[str]) -> dict[str, str]:
 
 def digest_of_models(names: Iterable[str]) -> str:
     """One digest of the result of :func:`files_of_models`; "" if that is empty."""
-    found = sorted(digest for _, digest in files_of_models(names).items())
-    return hashlib.sha256("".join(found).encode()).hexdigest()[:16] if found else ""
+    digests = sorted(digest for _, digest in files_of_models(names).items())
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else ""
 
 
 def _folders(name: str) -> Iterator[Path]:
     """The folder of the model called ``name``, if it is known."""
-    found = zoo.pocket_models().get(name, Path(name))
-    known = found if found.is_dir() else zoo.LOCATED.get((name, zoo.USUAL))
-    if known is not None:
-        yield known
+    folder = zoo.pocket_models().get(name, Path(name))
+    located = folder if folder.is_dir() else zoo.LOCATED.get((name, zoo.USUAL))
+    if located is not None:
+        yield located
 
 
 def digest(file: Path) -> str:
     """Hexadecimal digits of a file's size and pieces."""
     size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
+    sha = hashlib.sha256(str(size).encode())
     with file.open("rb") as opened:
-        for place in range(0, size, max(size // PARTS, PIECE)):
-            opened.seek(place)
-            found.update(opened.read(PIECE))
-    return found.hexdigest()[:16]
+        for offset in range(0, size, max(size // PARTS, PIECE)):
+            opened.seek(offset)
+            sha.update(opened.read(PIECE))
+    return sha.hexdigest()[:16]
 
 
-def check_files(folder: Path, began: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` if the job in ``folder`` began with other files than those ``found``.
+def check_files(folder: Path, began: Mapping[str, str], digests: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` if the job in ``folder`` began with files of other ``digests``.
 
     New files, such as a new drafter's, do not matter.
     """
-    for name in began.keys() & found.keys():
-        if began[name] != found[name]:
+    for name in began.keys() & digests.keys():
+        if began[name] != digests[name]:
             model, _, file = name.rpartition(": ")
             raise ValueError(
                 f"{folder} was begun with another {file} of {model}: results of both would mix; "

@@ -1,7 +1,7 @@
 """The registry of published models: the files of each, and how they make up a folder of ours.
 
-``published.json`` names repositories and the exact files. A release of loose files (LlamaGen, VAR,
-MAR) becomes a folder of links to them in our own layout, with added sizes, settings and class
+``published.json`` names repositories and their exact files. A release of loose files (LlamaGen,
+VAR, MAR) becomes a folder of links to them in our own layout, with added sizes, settings and class
 names, so that all code that opens a folder can open it.
 """
 
@@ -32,7 +32,7 @@ SETTINGS = "settings.json"  # beside an image model, how it is usually run
 
 @dataclass(frozen=True)
 class Part:
-    """A file of a release: of a ``repository``, or at an ``address`` that no hub serves."""
+    """A file of a release: in a ``repository``, or at an ``address`` outside hubs."""
 
     file: str
     repository: str = ""
@@ -72,8 +72,8 @@ class Published:
     @property
     def repositories(self) -> list[str]:
         """The repositories of its files, each once."""
-        found = [self.repository, *(part.repository for part in self.parts.values())]
-        return list(dict.fromkeys(filter(None, found)))
+        repositories = [self.repository, *(part.repository for part in self.parts.values())]
+        return list(dict.fromkeys(filter(None, repositories)))
 
     @property
     def bytes(self) -> int:
@@ -83,9 +83,7 @@ class Published:
 
     @property
     def estimate(self) -> int:
-        """Its approximate size in bytes, from its parameters if files' sizes are not known; 0 if
-        unknown.
-        """
+        """Approximate bytes, from the files' sizes or else the parameters; 0 if unknown."""
         sizes = [part.size for part in self.parts.values()]
         return sum(sizes) if sizes and all(sizes) else self.about
 
@@ -113,12 +111,12 @@ def published_models() -> dict[str, Published]:
     """The registry by name."""
     read = json.loads(REGISTRY.read_text())
     files = {key: Part(**facts) for key, facts in read["files"].items()}
-    found = {}
+    models = {}
     for name, facts in read["models"].items():
         parts = {place: files[key] for place, key in facts.pop("parts", {}).items()}
         goes_with = tuple(facts.pop("with", ()))
-        found[name] = Published(name, parts=parts, goes_with=goes_with, **facts)
-    return found
+        models[name] = Published(name, parts=parts, goes_with=goes_with, **facts)
+    return models
 
 
 def entry_of(name: str, file: str | None = None) -> Published | None:
@@ -134,27 +132,27 @@ def entry_of(name: str, file: str | None = None) -> Published | None:
         return models[name]
     if not name:
         return None
-    whole = next((one for one in models.values() if one.repository == name), None)
-    if whole is not None and file is None:
-        return whole
+    published = next((entry for entry in models.values() if entry.repository == name), None)
+    if published is not None and file is None:
+        return published
     of_file = {
-        one.parts[TRANSFORMER].file: one
-        for one in reversed(models.values())
-        if one.parts and one.parts[TRANSFORMER].repository == name
+        entry.parts[TRANSFORMER].file: entry
+        for entry in reversed(models.values())
+        if entry.parts and entry.parts[TRANSFORMER].repository == name
     }
     if file is not None and of_file and file not in of_file:
         raise unknown(f"file of {name}", file, of_file)
     if file is None and len(of_file) > 1:
-        known = ", ".join(sorted(of_file))
-        raise ValueError(f"{name} holds several models, give file=…, one of {known}")
+        names = ", ".join(sorted(of_file))
+        raise ValueError(f"{name} holds several models, give file=…, one of {names}")
     return of_file.get(file) if file is not None else next(iter(of_file.values()), None)
 
 
 def entry_of_file(file: Path) -> Published | None:
     """The first model whose transformer has the name of ``file``; None if there is none."""
-    for one in published_models().values():
-        if one.parts and one.parts[TRANSFORMER].file == file.name and not one.goes_with:
-            return one
+    for entry in published_models().values():
+        if entry.parts and entry.parts[TRANSFORMER].file == file.name and not entry.goes_with:
+            return entry
     return None
 
 
@@ -193,12 +191,12 @@ def _classes(entry: Published) -> dict[str, list[str]]:
 
 
 def weights_name(file: Path) -> str:
-    """The name in a folder of ours for weights in a ``file`` of this kind."""
+    """The name in our folders for weights from a ``file`` with this ending."""
     return "pytorch_model.bin" if file.suffix == ".bin" else f"model{file.suffix}"
 
 
-def _link(file: Path, place: Path) -> None:
+def _link(file: Path, link: Path) -> None:
     try:
-        place.symlink_to(file.absolute())
+        link.symlink_to(file.absolute())
     except OSError:  # on systems where only administrators make symbolic links
-        os.link(file, place)
+        os.link(file, link)

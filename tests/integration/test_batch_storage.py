@@ -113,7 +113,7 @@ def contents(address: str) -> dict[str, bytes]:
 def test_a_job_at_an_address_is_killed_and_resumed(s3, quick, tmp_path, layout):
     """Every item once, with the bytes of a folder of this machine; what is damaged is repaired."""
     killed(s3, layout)
-    assert len(made(s3, layout=layout).done) == 5
+    assert made(s3, layout=layout).done == 5
     made(str(tmp_path / "here"), layout=layout)
     assert contents(s3) == contents(str(tmp_path / "here"))
     index = (place(s3) / "index.jsonl").read_text().splitlines()
@@ -131,9 +131,9 @@ def test_a_job_at_an_address_is_killed_and_resumed(s3, quick, tmp_path, layout):
 
 def test_journals_of_many_objects(s3, monkeypatch):
     monkeypatch.setattr(journal, "PART", 1500)
-    assert len(made(s3).done) == 9
+    assert made(s3).done == 9
     assert len(list((place(s3) / "journal").glob("*.log"))) > 1
-    assert made(s3).done == [] and verify(place(s3), some(9)).problems == []
+    assert made(s3).done == 0 and verify(place(s3), some(9)).problems == []
 
 
 def test_a_folder_without_locks(without_locks, quick, tmp_path):
@@ -141,7 +141,7 @@ def test_a_folder_without_locks(without_locks, quick, tmp_path):
     out = str(tmp_path / "out")
     killed(out)
     assert list((tmp_path / "out" / "journal").glob("*.lease"))
-    assert len(made(out).done) == 5
+    assert made(out).done == 5
     assert verify(tmp_path / "out", some(9)).problems == []
     assert not list((tmp_path / "out" / "journal").glob("*.lease"))
 

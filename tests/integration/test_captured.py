@@ -190,7 +190,7 @@ def test_memory_follows_the_models_dtype(coder, taped, strict):
 
 def test_runs_that_cannot_be_captured_spoil_no_later_ones(coder, taped, monkeypatch):
     plain = asked(coder, False, 0)
-    with pytest.raises(ValueError, match="compiled=True looks for end tokens only, got stop"):
+    with pytest.raises(ValueError, match="compiled=True finds only end tokens, got stop"):
         asked(coder, True, 0, stop=["zzz"])
     out = coder("import os\n", compiled="auto", stop=["zzz"], max_new_tokens=64)
     assert not out.compiled

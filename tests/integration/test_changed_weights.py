@@ -276,7 +276,7 @@ def test_what_a_denoising_head_would_pass_over_is_refused(way, method):
     draw = pictures([1])
     draw(pipe, method=method)
     HEARD_BY_NOBODY[way](pipe.transformer.head.res_blocks[0])
-    said = r"must do nothing but multiply by their weights, got .* at res_blocks\.0\."
+    said = r"must have plain layers, got .* at res_blocks\.0\."
     with pytest.raises(ValueError, match=said):
         draw(pipe, method=method)
 

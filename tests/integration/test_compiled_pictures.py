@@ -92,5 +92,5 @@ def test_a_model_whose_layers_attend_a_part_of_the_text_is_refused(pipe_of):
     pipe = pipe_of("janus")
     target = pipe.target(cfg=1.0)
     target.model.config.get_text_config().sliding_window = 4
-    with pytest.raises(ValueError, match="needs full attention and one set of positions"):
+    with pytest.raises(ValueError, match="needs full attention, fixed rotary positions"):
         StaticPictureTarget(target)

@@ -110,7 +110,7 @@ def test_texts_that_do_not_go_together(texts):
             "takes any tree and rule 'diffuspec'; choose from: assistant, block, deer",
         ),
         (Draft("block"), "needs a tree of fixed shape"),
-        (Draft("block", (2, 1), "lantern++"), "about the codes of pictures"),
+        (Draft("block", (2, 1), "lantern++"), "compares codes of pictures"),
     ):
         with pytest.raises(ValueError, match=said):
             texts("a", method=method)
@@ -125,6 +125,8 @@ def test_the_command_line_lists_and_takes_them(tmp_path):
     assert listed["methods"]["text"]["draft"][0] == "as its rule"
     assert listed["methods"]["image tokens"]["lantern++"][0] == "bounded"
     assert "draft" not in listed["drafters of answers and texts"] and "``" not in json.dumps(listed)
+    said = [about for family in listed["methods"].values() for _, about in family.values()]
+    assert all(about.endswith((".", ".)")) for about in said)  # whole sentences
     for tree in listed["trees"]:
         assert tree.startswith("sequoia") or make_tree(tree)
     assert "delayed(trunk=2" in run("methods").stdout

@@ -150,10 +150,10 @@ def test_files_round_trip(model, head, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 64}, r"\(hidden_size 64\), got 32 in"),
-        ({"vocab_size": 24}, r"\(vocab_size 24\), got 20 in"),
-        ({"block_size": 25}, r"\(block_size 25\), got 16 in"),
-        ({"n_head": 4}, r"\(num_attention_heads 4\), got 2 in"),
+        ({"dim": 64}, r"\(hidden_size 64\), got 32;"),
+        ({"vocab_size": 24}, r"\(vocab_size 24\), got 20;"),
+        ({"block_size": 25}, r"\(block_size 25\), got 16;"),
+        ({"n_head": 4}, r"\(num_attention_heads 4\), got 2;"),
     ],
 )
 def test_a_drafter_of_another_target_is_refused(change, message, head, tmp_path):
@@ -168,7 +168,7 @@ def test_a_drafter_of_another_target_is_refused(change, message, head, tmp_path)
 def test_a_drafter_of_other_weights_is_refused(model, head, tmp_path):
     save_drafter(head, tmp_path, fingerprint=target_fingerprint(model))
     other = target_fingerprint(random_weights(Transformer(CONFIG), 5))
-    said = rf"target_fingerprint {other}\), got {target_fingerprint(model)} in"
+    said = rf"target_fingerprint {other}\), got {target_fingerprint(model)};"
     with pytest.raises(ValueError, match=said):
         load_eagle(tmp_path, CONFIG, fingerprint=other)
 

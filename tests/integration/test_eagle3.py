@@ -199,7 +199,7 @@ BAD_FOLDERS = {
     "no sizes": ({"hidden_size": None}, None, "none for hidden_size"),
     "layers twice": ({"eagle_aux_hidden_state_layer_ids": [2, 2, 3]}, None, "different layers"),
     "before the first": ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, None, "after its first"),
-    "sliding": ({"layer_types": ["sliding_attention"]}, None, "attend everything"),
+    "sliding": ({"layer_types": ["sliding_attention"]}, None, "have full attention"),
     "rotary": ({"rope_parameters": {"rope_type": "dynamic"}}, None, "rotary positions of type"),
     "vocabulary": ({"draft_vocab_size": 50}, None, "1 to vocab_size 40, got 50"),
     "both norms": ({"norm_before_fc": True, "fc_norm": True}, None, "normed once"),

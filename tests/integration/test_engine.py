@@ -381,7 +381,7 @@ def test_processors_with_a_memory_hear_no_draft(coder_pipe, choosing):
     # what a greedy row hears is what is kept
     out = coder_pipe("x", method="ar", max_new_tokens=9, logits_processor=[Budget()])
     assert said.tokens(len(TEXTS)) == out.tokens[0].tolist()
-    assert "must be copied, for drafts that are rejected" in said.end(len(TEXTS) + 1).error
+    assert "must be copyable, because drafts may be rejected" in said.end(len(TEXTS) + 1).error
     with pytest.raises(ValueError, match="stopping_criteria is the server's"):
         said.ask(prompt="x", options=dict(stopping_criteria=[lambda *_: False]))
     engine.close()

@@ -108,7 +108,9 @@ def test_every_distance_of_stored_features(sets):
     assert only["value"] == pytest.approx(kid["parts"]["subsets_mean"])
     said = evaluate("kid", one, two, "--subset-size", 32, "--subsets", 5, "--subsets-only").stdout
     assert "mean over subsets" in said and "subset size  32" in said
-    assert "--interval is of whole sets" in refused("kid", one, two, "--subsets-only", "--interval")
+    assert "--interval needs the whole-set estimate" in refused(
+        "kid", one, two, "--subsets-only", "--interval"
+    )
     assert [m["metric"] for m in as_json("pr", one, two)["results"]] == ["precision", "recall"]
     np.savez(sets / "logits.npz", FeatureSet.load(one).values.numpy())
     assert as_json("is", sets / "logits.npz", "--splits", 2)["protocol"]["splits"] == 2
@@ -330,7 +332,7 @@ def test_clip_takes_a_prompt_a_picture(folder, tmp_path):
     (tmp_path / "prompts.txt").write_text("a\nb\n")
     line = refused(words, "--weights", tmp_path)
     assert "clip" in line and "model.safetensors" in line
-    assert "no other options" in refused(words, "--skip-bad")
+    assert "needs CLIP's features, got --features dinov2" in refused(words, "--features", "dinov2")
 
 
 def test_reconstruction_of_pairs(tmp_path, tiny_network):

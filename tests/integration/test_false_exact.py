@@ -160,7 +160,7 @@ WAYS = {  # options of a call, and what the certificate or the refusal says
     "decisions are set": (dict(rule=patched(Recursive(), decisions=lax)), f"heuristic: .* {NOT}"),
     "the rule of greedy decoding": (
         dict(rule=GreedyMatch()),
-        "rule greedy match is that of greedy",
+        "rule greedy match serves only greedy decoding",
     ),
     # siblings that are drawn otherwise than the rule needs
     "independent, distinct": (
@@ -219,7 +219,7 @@ WAYS = {  # options of a call, and what the certificate or the refusal says
         dict(rule=disguised(wrong=third.wrong), tree=FAN),
         f"heuristic: .* {NOT}",
     ),
-    "exact and relaxed": (dict(rule=Both()), "must not be relaxed where it is exact"),
+    "exact and relaxed": (dict(rule=Both()), "must not be both exact and relaxed"),
     # drafters of others
     "another distribution is recorded": (
         dict(drafter=partial(Own, changed=even), tree=FAN),
@@ -319,7 +319,7 @@ def test_what_touches_no_scale_or_chain_is_not_named():
     smooth = Sampling(more_smooth=True, top_k=9)
     assert smooth.settings == {"top_k": 9, "cfg": 0.0, "more_smooth": True}
     for temperature in (0.3, 0.0, (1.0, 0.5)):
-        with pytest.raises(ValueError, match="no temperature touches its soft codes"):
+        with pytest.raises(ValueError, match="which does not change its soft codes"):
             Sampling(more_smooth=True, temperature=temperature)
     assert Sampling(temperature=0.0, top_k=9).settings == {"temperature": 0.0, "cfg": 0.0}
     some = Sampling(temperature=(0.0, 0.5), top_k=9).settings

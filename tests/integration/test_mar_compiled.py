@@ -105,9 +105,9 @@ def test_moved_networks_get_programs_of_their_own(pipe, traced):
 REFUSED = [
     (methods.CSpD("release"), {}, "an exact cspd, got cpu"),
     (methods.AR(), dict(solver="ddim"), "got cpu, 'ddim'"),
-    (methods.CSpD(), dict(num_iter=6), "for cspd of one a picture, got up to 9 in each of 1 pic"),
+    (methods.CSpD(), dict(num_iter=6), r"\(with cspd 1 a picture\), got up to 9 in each of 1 pic"),
     (methods.CSpD(), dict(num_iter=9), "got up to 6 in each of 1 pictures: give a larger num_iter"),
-    (methods.AR(), dict(count=9), "at most 8 tokens in a batch"),
+    (methods.AR(), dict(count=9), "at most 8 tokens a batch"),
 ]
 
 

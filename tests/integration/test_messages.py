@@ -126,7 +126,7 @@ def test_every_processor_gets_what_its_template_makes(name, pictures):
     )
     film = [{"role": "user", "content": [{"type": "video", "video": pictures}]}]
     if name not in FILMS:
-        with pytest.raises(ValueError, match="must take videos"):
+        with pytest.raises(ValueError, match="videos need a model that takes them"):
             wording.conversation(processor, Chat.of(film))
 
 
@@ -169,7 +169,7 @@ MISTAKES = {
     "no content": ([{"role": "user"}], "content of a message must be a text or a list of parts"),
     "strange part": (
         [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}],
-        "of type text, image or video, with it, got 'audio'",
+        "of type text, image or video, and hold it, got 'audio'",
     ),
     "nothing to see": (
         [{"role": "user", "content": [{"type": "image"}]}],
@@ -177,7 +177,7 @@ MISTAKES = {
     ),
     "a picture": (
         [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}],
-        "messages must hold text alone, got something to see; use VQAPipeline",
+        "messages must hold only text, got pictures or videos; use VQAPipeline",
     ),
 }
 
@@ -191,7 +191,9 @@ def test_mistakes_are_a_sentence(talker, messages, said):
 def test_what_does_not_go_together(talker, pipe, pictures):
     with pytest.raises(ValueError, match="give prompts or messages, got both"):
         talker("x", messages=TURNS)
-    with pytest.raises(ValueError, match="give messages, or questions and what they are about"):
+    with pytest.raises(
+        ValueError, match="give messages, or questions with their pictures and videos"
+    ):
         pipe(pictures[0], "what", messages=talk(pictures[0]))
     with pytest.raises(ValueError, match="takes one question at a time, got messages"):
         pipe(messages=talk(pictures[0]), method="verdict")
@@ -242,12 +244,12 @@ def test_rates_that_cannot_be(pipe, talker, pictures, tmp_path):
     for fps, videos, said in (
         (0, pictures, "fps must be finite and above 0, got 0"),
         ("fast", pictures, "fps must be a number, got 'fast'"),
-        (2, tmp_path / "a.gif", "fps is of videos given as frames"),
-        (2, None, "fps is of videos given as frames, got none"),
+        (2, tmp_path / "a.gif", "fps is for videos given as frames"),
+        (2, None, "fps is for videos given as frames, got none"),
     ):
         with pytest.raises(ValueError, match=said):
             pipe(None, "what is this", videos=videos, fps=fps)
-    with pytest.raises(ValueError, match="fps is of videos, which VQAPipeline takes"):
+    with pytest.raises(ValueError, match="fps is for videos, which only VQAPipeline takes"):
         talker("x", fps=2)
 
 

@@ -378,7 +378,7 @@ def test_a_rule_must_be_hashable_and_say_how_siblings_are_drawn():
         def decisions(self, tree, p, *, measure=False):
             return top_down(tree, p, strict_step)
 
-    with pytest.raises(ValueError, match="hashable, for calls share it, got a Loose"):
+    with pytest.raises(ValueError, match="hashable, because calls share it, got a Loose"):
         specmm.register("rule", "loose", Loose)
     odd = type("Odd", (Broken,), {"siblings": "distinkt"})
     with pytest.raises(ValueError, match="rule odd 'distinkt'; did you mean 'distinct'"):
@@ -402,7 +402,10 @@ def proposing(echo, **changes):
     ("changes", "said"),
     [
         (dict(tokens=lambda t: t.tokens + 1), "must put feedback.token at node 0"),
-        (dict(probs=lambda t: 1.5 * t.probs - 0.5 / 64), "must record probabilities, got -0"),
+        (
+            dict(probs=lambda t: 1.5 * t.probs - 0.5 / 64),
+            "must record probabilities from 0 to 1, got -0",
+        ),
         (dict(probs=lambda t: 2 * t.probs), "whose sums are 1, got 2 to 2"),
         (dict(probs=lambda t: t.probs[..., :-1]), "distributions over 64 tokens, got 63"),
         (
@@ -456,6 +459,8 @@ def test_files_are_loaded_by_the_command_line(tmp_path):
     named.write_text("")
     with pytest.raises(ValueError, match=r"got .*failing.py: name 'nobody' is not defined"):
         extension.load(str(failing))
-    with pytest.raises(ValueError, match="there is a module json; rename the file"):
+    with pytest.raises(
+        ValueError, match="must not be named as the installed module json; rename it"
+    ):
         extension.load(str(named))
     assert json.loads("1") == 1

@@ -159,6 +159,6 @@ def test_bench_and_plan_of_a_size_and_of_a_prompt(tmp_path):
     assert json.loads(planned.stdout)["reason"]
     for words, said in (
         (("plan", tmp_path, "--height", 16), "give both height and width"),
-        (("plan", tmp_path, "--prompt", "a", "--prompt", "b"), "of one --prompt, got 2"),
+        (("plan", tmp_path, "--prompt", "a", "--prompt", "b"), "takes one --prompt, got 2"),
     ):
         assert said in refused(*words)

@@ -103,7 +103,7 @@ def test_neighbours_are_those_of_the_codebook(kind, pipe):
 
 
 def test_a_trained_drafter_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"drafter must be one's own for .*, got .*LlamaGens"):
+    with pytest.raises(ValueError, match=r"drafter must be your own object for .*, got .*LlamaGen"):
         opened(folder, drafter=tmp_path)
 
 

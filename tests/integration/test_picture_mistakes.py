@@ -59,7 +59,7 @@ MISTAKES = [
     (dict(cfg=0.5), "cfg must be at least 1, got 0.5, use 1 for no guidance"),
     (dict(cfg=-1.0), "cfg must be at least 1, got -1.0"),
     (dict(cfg=float("nan")), "cfg must be at least 1, got nan"),
-    (dict(negative_prompt="blue", cfg=1.0), "negative_prompt needs cfg above 1, got cfg 1.0"),
+    (dict(negative_prompt="blue", cfg=1.0), "negative_prompt needs cfg above 1, got 1.0"),
     (dict(num_inference_steps=0), "num_inference_steps must be"),
 ]
 OF_CALLS = [  # what the command line cannot say
@@ -120,7 +120,8 @@ def test_a_rule_that_draws_excluded_tokens_draws_no_words(kind, pipe, rule):
     if pipe.target(layout=pipe._layout(*kind.size)).undrawable is None:
         assert pipe("tree", **given).certificate.kind == "bounded"
         return
-    with pytest.raises(ValueError, match=r"residual must be 'corrected' for .* no pictures"):
+    words = "residual must be 'corrected' for .* here also words, which are not pictures"
+    with pytest.raises(ValueError, match=words):
         pipe("tree", **given)
     assert pipe("tree", temperature=0, **given).certificate.kind == "bounded"
 
@@ -189,7 +190,7 @@ PIXELS = [
     ("glm_image", f"transformer/{OWN}", cut, "got: Unable to load weights"),
     ("glm_image", "text_encoder/model.safetensors", lacking, "got 1 missing: "),
     ("glm_image", f"vae/{OWN}", Path.unlink, "got: Error no file"),
-    ("glm_image", "scheduler/scheduler_config.json", Path.unlink, "that makes pixels, got: "),
+    ("glm_image", "scheduler/scheduler_config.json", Path.unlink, "parts that make pixels, got: "),
     ("anole", f"vq/{OWN}", lacking, "got 1 missing: "),
     ("anole", f"vq/{OWN}", misshapen, "got: Error.* size mismatch for "),
 ]
@@ -242,5 +243,5 @@ def test_tokenizers_that_do_not_name_what_pictures_need(tmp_path):
         bare("tree", **given)
     picture_kinds.tokenizer().save_pretrained(tmp_path)
     wrong = specmm.ImagePipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
-    with pytest.raises(ValueError, match="tokenizer must name what stands around a picture's size"):
+    with pytest.raises(ValueError, match="tokenizer must name the tokens around a picture's size"):
         wrong("tree", output_type="latent", **given)

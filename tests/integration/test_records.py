@@ -1,5 +1,6 @@
 """What a picture's file records draws it again, bit for bit, whatever it was drawn beside."""
 
+import functools
 import json
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -11,12 +12,12 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from specmm.image_ar.pipeline import FAMILIES, open_pictures
-from specmm.image_ar.records import DESCRIPTION, KEY, read_record, sealed
+from specmm.image_ar.records import DESCRIPTION, KEY, read_record, rounding, sealed
 from specmm.methods import label
+from specmm.methods.making import parse_methods
 from specmm.programs.batch_invariant import batch_invariant
 from specmm.runs.again import KINDS as KINDS_OF
 from specmm.runs.again import checked_record, draw_again, draw_like
-from specmm.runs.run import parse_methods
 from tests.commands import as_json, refused, succeed
 from tests.golden.calls import CONTINUOUS, IMAGES, SCALES
 
@@ -83,6 +84,33 @@ def test_every_picture_of_a_call_is_drawn_again_from_its_file(
     assert record["seed"] == (7 if method.one_generator else 3)
     others = {k: v for k, v in record.items() if k != "batch"} | {"seed": 12345, "place": 0}
     assert not same(draw_again(others, pipe), out.images[2])
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_pictures_know_what_the_users_torch_was_set_to(opened, tmp_path, name):
+    """What rounds otherwise is recorded; a default dtype changes nothing."""
+    pipe = opened(name)
+    draw = functools.partial(pipe, classes=[0, 2], seed=[3, 4], **SHORT[name])
+    plain = draw().images
+    settings = [
+        {"autocast": "bfloat16"},
+        {"float32_matmul": "medium"},  # which some processors alone heed
+        {"autocast": "bfloat16", "float32_matmul": "high"},
+    ]
+    for setting in settings:
+        with rounding(setting, "cpu"), batch_invariant():
+            out = draw()
+        assert "autocast" not in setting or not all(map(same, out.images, plain))
+        out.save(*(files := [tmp_path / "0.png", tmp_path / "1.png"]))
+        for file, image in zip(files, out.images, strict=True):
+            record = checked_record(file)
+            assert {k: v for k, v in record.items() if k in settings[-1]} == setting
+            assert same(draw_again(record, pipe), image)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert all(map(same, draw().images, plain))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_the_name_of_a_method_reads_as_it_was():
@@ -196,6 +224,8 @@ def test_bad_records_are_one_sentence(drawn, tmp_path):
         *[("options", {"output_type": "latent"}), ("options", {"method": "ar"})],
         *[("threads", 10**5), ("rows", 0), ("rows", 10**12), ("place", 5), ("place", -1)],
         *[("batch", [1]), ("batch", [{"class": "heart"}]), ("batch", "x"), ("drafter", 3)],
+        *[("autocast", [1]), ("autocast", "float64"), ("autocast", None)],
+        *[("float32_matmul", "x"), ("float32_matmul", "highest")],
         *[("dtype", "load"), ("class", 3), ("class", None), ("method", "ar(x=1)")],
     ],
 )

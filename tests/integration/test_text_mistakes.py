@@ -97,7 +97,7 @@ def test_drafters_that_cannot_be(text_folder, text_pipe, tmp_path, place, facts,
         ("a", {"max_new_tokens": 500}, "160 positions"),
         ("a", {"max_new_tokens": 155, "method": "deer"}, "fit the drafter's 160 positions"),
         (["a", "b"], {"seed": [1]}, "each of the 2 samples, got 1"),
-        ("a", {"stop": [""]}, "stop must be texts"),
+        ("a", {"stop": [""]}, "stop must be non-empty texts"),
         ("a", {"chat": True}, "chat template"),
         ("a", {"method": "deeer"}, "did you mean 'deer'"),
         ("a", {"temprature": 1}, "did you mean 'temperature'"),
@@ -114,7 +114,11 @@ def test_drafters_that_cannot_be(text_folder, text_pipe, tmp_path, place, facts,
         ("a", {"method": methods.DEER(length=9)}, "at most the drafter's 5"),
         ("a", {"method": methods.DEER(length=-1)}, "at least 1"),
         ("a", {"method": methods.Block(tree=1)}, "at least 2 nodes"),
-        ("a", {"method": methods.Block(tree=4, recall=2)}, "tree takes no recall, got 4 and 2"),
+        (
+            "a",
+            {"method": methods.Block(tree=4, recall=2)},
+            "recall must be 0 with a tree, got tree 4 and recall 2",
+        ),
     ],
 )
 def test_calls_that_cannot_be(text_pipe, prompt, options, message):
@@ -173,7 +177,7 @@ def test_the_method_of_custom_generate_is_that_of_its_drafter(text_pipe, make_qw
         hook.remove()
     assert torch.equal(found, wanted) and drafted
     for untold in (3, make_qwen2(len(text_pipe.tokenizer), 3)):
-        with pytest.raises(ValueError, match=r"tells its method, got .*; name the method, too"):
+        with pytest.raises(ValueError, match=r"method for drafter .* is unknown; give it, too"):
             specmm.custom_generate(untold)
 
 

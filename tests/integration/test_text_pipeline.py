@@ -102,7 +102,7 @@ def test_texts_end_generate_as_its_stop_strings_do(text_pipe, method):
 def test_texts_that_cannot_end_generate(text_pipe):
     with pytest.raises(ValueError, match="stop needs the model's tokenizer, got none"):
         specmm.custom_generate(stop="a")
-    with pytest.raises(ValueError, match="stop must be texts of one letter at least"):
+    with pytest.raises(ValueError, match="stop must be non-empty texts"):
         specmm.custom_generate(tokenizer=text_pipe.tokenizer, stop=["a", ""])
 
 

@@ -179,7 +179,7 @@ def test_a_drafter_learns_from_conversations(talker, tmp_path):
         (
             "dflash",
             {"replace": True, "read": 9},
-            "1 to 2, the target's layers in front of its last, got 9",
+            "1 to 2, the number of the target's layers before its last, got 9",
         ),
         (
             "dflash",

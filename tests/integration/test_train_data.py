@@ -173,7 +173,7 @@ def test_settings_of_another_kind_of_model(llava, talker, tmp_path):
         (llava, dict(text=data), "got text, which is for models that read text alone"),
         (llava, dict(chats=True), "got chats, which is for models that read text alone"),
         (llava, dict(data=data, text=data), "give data or text, not both"),
-        (llava, {}, "data must be given of chats that show pictures, got none"),
+        (llava, {}, "data must be chats that show pictures, got none"),
         (talker, dict(data=tmp_path / "no"), "got nothing at"),
         (talker, dict(data=data, chats=True), "give data or chats, not both"),
         (talker, dict(data=data), "two different questions that can be used"),

@@ -187,10 +187,10 @@ def test_a_drafter_that_takes_no_videos_is_named(pipe, frames):
     )
     drafter = SmallModel(model(1), blind)
     drafted = specmm.VQAPipeline(pipe.model, pipe.processor, "vlm-draft", drafter)
-    with pytest.raises(ValueError, match="must take videos, got a LlavaProcessor"):
+    with pytest.raises(ValueError, match="need a model that takes them, got a LlavaProcessor"):
         drafted(None, "what is", videos=frames, max_new_tokens=4)
 
 
 def test_a_verdict_is_about_pictures(pipe, frames):
-    with pytest.raises(ValueError, match="'verdict' must be asked about pictures, got videos"):
+    with pytest.raises(ValueError, match="'verdict' takes only pictures, got videos"):
         pipe(None, "what is", videos=frames, method="verdict")

@@ -125,7 +125,7 @@ def test_what_is_asked_is_what_is_served():
 def test_long_chats_are_left_out_or_cut():
     long = one_turn("a", "b " * 200)
     for options in (dict(room=100), dict(max_length=99)):
-        with pytest.raises(Unusable, match="where 99 have a place"):
+        with pytest.raises(Unusable, match="of which 99 fit"):
             reader(CHATML, **options).check(long)
         found = reader(CHATML, cut=True, **options)
         assert found.check(long) == 99

@@ -9,7 +9,6 @@ import os
 import random
 import time
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +33,7 @@ from specmm.jobs.making import MOST, BatchSizer
 from specmm.jobs.programs import one_number_of_threads
 from specmm.jobs.progress import Progress
 from specmm.jobs.results import name_of, place_of
+from specmm.jobs.run import pending
 from specmm.loading.hardware import out_of_memory
 from specmm.verify import Recursive, Traversal
 from specmm.vlm.pictures import open_image
@@ -96,9 +96,23 @@ def test_records_are_known_by_ids_of_any_letters(tmp_path):
     Journal(tmp_path, "a").append([*made, failure(item("bad"), "no", 1)])
     known = Ledger(tmp_path)
     assert list(known) == [*ids, "bad"] and "other" not in known
-    assert [known.found(one) for one in ids] == [(True, item(one).digest) for one in ids]
-    assert known.found("bad") == (False, item("bad").digest) and known.found("other") == (False, "")
+    assert all(known.is_done(one) for one in ids)
+    assert not known.is_done("bad") and not known.is_done("other")
     assert [known[one] for one in ids] == made
+
+
+def test_what_is_left_of_a_job(tmp_path):
+    """Done items of other processes, and items that changed, beside those that are as they were."""
+    a, b, c, d = map(item, "abcd")
+    made = [{"id": i.id, "state": "done", "at": 1.0, "item": i.digest} for i in (a, item("of 2"))]
+    (tmp_path / JOURNALS).mkdir()
+    Journal(tmp_path / JOURNALS, "rank").append([*made, failure(b, "no", 1), failure(c, "no", 1)])
+    changed = c._replace(text="time")
+    assert [*pending(tmp_path, [a, b, changed, d])] == [changed, d]
+    assert [*pending(tmp_path, [a, b, d], retry_failed=True)] == [b, d]
+    assert [*pending(tmp_path, [a, b, d], damaged={"a"})] == [a, d]
+    with pytest.raises(ValueError, match="'a' is done but has changed"):
+        pending(tmp_path, [a._replace(text="time"), b, d])
 
 
 # ---- items
@@ -209,7 +223,7 @@ def test_lines_take_what_a_call_takes(tmp_path):
     assert items[2].options == (("temperature", 0.5), ("top_k", 7))
     words = ("negative_prompt", "3"), ("solver", "ddim"), ("stop", "true")
     assert items[4].options == words
-    assert replace(items[4], options=()).digest != items[4].digest
+    assert items[4]._replace(options=()).digest != items[4].digest
     for wrong, said in (({"n": 0}, "n must be from 1 to"), ({"nn": 1}, "unknown field 'nn'")):
         with pytest.raises(ValueError, match=f"row 1: {said}"):
             parse("row 1", {"class": "heart"} | wrong, 0, Path(), "a")
@@ -239,7 +253,7 @@ def test_lines_say_whether_they_draw(tmp_path):
     (tmp_path / "a.csv").write_text("id,question,draw\na,x,true\nb,x,False\nc,x,\n")
     drawn, plain, silent = read_items(tmp_path / "a.csv")
     assert (drawn.draw, plain.draw, silent.draw) == (True, False, None)
-    assert len({replace(each, id="a", seed=0).digest for each in (drawn, plain, silent)}) == 3
+    assert len({each._replace(id="a", seed=0).digest for each in (drawn, plain, silent)}) == 3
     row = {"id": "a", "question": "x", "draw": True}
     assert parse("row 1", row, 0, Path()) == [drawn]
 
@@ -364,7 +378,7 @@ def test_videos_are_of_an_item_and_of_its_digest(tmp_path):
     one, two = read_items(tmp_path / "q.jsonl")
     assert one.films == [str(tmp_path / "one.mp4")] and one.pictures == []
     assert [Path(film).name for film in two.films] == ["one.mp4", "two.gif"]
-    assert one.digest != replace(one, videos=()).digest
+    assert one.digest != one._replace(videos=()).digest
 
 
 def test_blank_lines_within_quotes_stay(tmp_path):
@@ -436,13 +450,13 @@ def test_pictures_of_a_line_may_be_addresses(tmp_path):
 def test_a_log_holds_the_progress_of_a_long_job(capsys, monkeypatch):
     """Of a night's job without a terminal nothing was told until it ended."""
     with Progress(10, 0) as bar:
-        bar.observe(["a", "b"], [], 0.1)
+        bar.observe(2, [], 0.1)
     assert capsys.readouterr().err == "", "a short one tells nothing"
     monkeypatch.setattr(progress, "EVERY", 0.2)
     with Progress(10, 4) as bar:
         for _ in range(3):
             time.sleep(0.25)
-            bar.observe(["a", "b"], [], 0.1)
+            bar.observe(2, [], 0.1)
     told = capsys.readouterr().err
     assert "8/10" in told and "10/10" in told and "item" in told
 
@@ -457,6 +471,6 @@ def test_a_jobs_threads_are_those_it_began_with(tmp_path, monkeypatch):
         assert torch.get_num_threads() == 2
     with one_number_of_threads(job, network):  # launchers set the variable
         assert torch.get_num_threads() == 2
-    refused = pytest.raises(ValueError, match="begun with 2 threads, got 1")
+    refused = pytest.raises(ValueError, match="continue with its 2 threads, got 1")
     with specmm.threads(1), refused, one_number_of_threads(job, network):
         pass

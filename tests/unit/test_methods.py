@@ -14,7 +14,7 @@ from specmm.extending.registry import Registry
 from specmm.image_ar.tokens.assemble import DRAFTERS as OF_PICTURES
 from specmm.methods import label
 from specmm.methods.base import DRAFTERS
-from specmm.runs.run import parse_method, parse_methods
+from specmm.methods.making import parse_method, parse_methods
 from specmm.verify.rule import make_rule
 
 
@@ -40,7 +40,7 @@ def test_auto_may_relax_where_tokens_are_pictures_alone(family):
         with pytest.raises(ValueError, match=f"must be exact for {family}, got bounded: .* alone"):
             methods.by_hand(registry, given)
         with pytest.raises(ValueError, match=f"must be exact for {family}, got bounded: .* alone"):
-            methods.base.make(registry, method, certificate="bounded")
+            methods.make(registry, method, certificate="bounded")
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,7 @@ def test_a_methods_options_may_stand_beside_its_name():
     assert parse_method(registry, " sjd( window=4 )") == methods.SJD(4)
     given = parse_method(registry, "lantern++(k=7, tree=(2,1))", ["lambda=3"])
     assert given == methods.LanternPP(lambda_=3.0, k=7, tree=(2, 1))
+    assert methods.resolve("lantern++(k=7, tree=(2,1))", lambda_=3.0) == given
     for wrong in ("", "ar,sjd", "sjd(window=4), ar"):
         with pytest.raises(ValueError, match="method must be one, got"):
             parse_method(registry, wrong)

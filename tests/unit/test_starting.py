@@ -34,3 +34,10 @@ def test_a_command_ends_at_once(last, code, said, error):
     command = [sys.executable, "-c", COMMAND.replace("{last}", last)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (code, said) and error in done.stderr
+
+
+def test_a_command_without_an_output_ends_without_a_word():
+    command = [sys.executable, "-c", COMMAND.replace("{last}", "sys.exit(3)")]
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")

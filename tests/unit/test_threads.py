@@ -195,7 +195,7 @@ def test_what_is_made_again_takes_the_threads_recorded(network, machine) -> None
             assert torch.get_num_threads() == 4, "to the end"
     with settled(network, recorded=3):
         assert torch.get_num_threads() == 3
-    refused = pytest.raises(ValueError, match="begun with 3 threads, got 2")
+    refused = pytest.raises(ValueError, match="continue with its 3 threads, got 2")
     with specmm.threads(2), refused, settled(network, recorded=3):
         pass
     assert torch.get_num_threads() == 4

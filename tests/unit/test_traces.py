@@ -128,7 +128,7 @@ def test_files_that_are_no_trace(tmp_path):
         ({}, {"format": "x"}, "got other tensors"),
         ({}, {"version": "2"}, "got one of version 2"),
         ({}, {"facts": "{"}, "got one that is damaged"),
-        ({"kept": 2 * torch.ones(8, 3, 2)}, {}, "got chances that are none"),
+        ({"kept": 2 * torch.ones(8, 3, 2)}, {}, "got chances that are not probabilities"),
         ({"roots": torch.tensor([5, 4])}, {}, "got 8 roots, where its answers have 9"),
         ({"kept": torch.ones(8)}, {}, "got tensors of shapes"),
         ({"more": torch.ones(1)}, {}, "got one that is damaged"),

@@ -125,11 +125,12 @@ def test_the_folder_of_a_process_goes_with_it(tmp_path):
 
 def test_no_room_for_another_folder_ends_no_run(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    monkeypatch.setenv(program_cache.VARIABLE, "as before")
+    before = str(tmp_path / "as before")
+    monkeypatch.setenv(program_cache.VARIABLE, before)
     program_cache.said.clear()
     with pytest.warns(UserWarning, match="disk is full"):
         program_cache.leave(OSError("disk is full"))
-    assert os.environ[program_cache.VARIABLE] == "as before"
+    assert os.environ[program_cache.VARIABLE] == before
 
 
 def test_a_full_disk_is_one_warning(kept, monkeypatch):

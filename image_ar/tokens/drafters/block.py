@@ -41,8 +41,8 @@ from specmm.shape.trees import Siblings, draw_siblings
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Sizes of a block drafter: K = ``levels`` tokens drafted a pass through ``layers``, for such a
-    ``target``.
+    """Sizes of a block drafter for a ``target``: a pass through ``layers`` drafts K = ``levels``
+    tokens.
 
     ``aux_layers`` are target layers whose inputs are read beside its last hidden state (as EAGLE-3,
     arXiv 2503.01840, does): the last state knows most about the token just drawn, earlier ones more
@@ -89,9 +89,7 @@ class BlockHead(nn.Module):
         return self.fc(torch.cat([embedded, hidden], dim=-1))
 
     def queries(self, anchor: Tensor, levels: int) -> Tensor:
-        """Queries [R, A·K, C] of the first K = ``levels`` levels after A anchors' features [R, A,
-        C].
-        """
+        """Queries [R, A·K, C] of the first K = ``levels`` after A anchors' features [R, A, C]."""
         return (anchor[:, :, None] + self.slots[:levels]).flatten(1, 2)
 
     def forward(
@@ -103,14 +101,14 @@ class BlockHead(nn.Module):
         queries: int = 0,
     ) -> Tensor:
         """States [R, T, C] of features and queries ``x`` [R, T, C] at raster ``cells`` [R or 1, T];
-        with ``queries``, only the states of so many at the end.
+        with ``queries``, only the states of that many rows at the end.
 
         ``bias`` [R or 1, 1, T, S] is the additive mask over ``x`` itself, or over the slots of
         ``memories``.
         """
         factors = self.rotary.at(cells)
-        given: Sequence[Memory | None] = memories or [None] * len(self.layers)
-        *earlier, final = zip(self.layers, given, strict=True)
+        layer_memories: Sequence[Memory | None] = memories or [None] * len(self.layers)
+        *earlier, final = zip(self.layers, layer_memories, strict=True)
         for layer, memory in earlier:
             x = layer(x, factors, bias, memory)
         # of features the last layer only needs keys and values
@@ -119,9 +117,7 @@ class BlockHead(nn.Module):
         return states
 
     def read(self, states: Tensor, previous: Tensor) -> Tensor:
-        """Input [..., C] of the target's head: a level's ``states``, corrected by the ``previous``
-        tokens [...].
-        """
+        """Input [..., C] of the target's head: ``states``, corrected by ``previous`` [...]."""
         return self.norm(states + self.previous(previous))
 
 
@@ -129,9 +125,8 @@ class BlockHead(nn.Module):
 class BlockLevel:
     """The n nodes at ``depth`` of a static tree; their P parents all get ``width`` children drawn.
 
-    ``above`` [P] are the parents' places among the nodes of the level above (None: all of them, in
-    order); ``pick`` [n] finds the nodes among the P·width children drawn (None: all of them, in
-    order).
+    ``above`` [P] are the parents' indices among the nodes of the level above (None: all, in order);
+    ``pick`` [n] are the nodes' indices among the P·width drawn children (None: all, in order).
     """
 
     depth: int
@@ -141,9 +136,7 @@ class BlockLevel:
 
     @classmethod
     def of(cls, shape: TreeShape, depth: int) -> BlockLevel:
-        """The nodes of ``shape`` at ``depth`` ≥ 1; raises ``ValueError`` unless nodes are numbered
-        level by level.
-        """
+        """The nodes of ``shape`` at ``depth`` ≥ 1; ``ValueError`` unless numbered by level."""
         depths = shape.depths[0]
         if bool((depths.diff() < 0).any()):
             raise ValueError("a drafter's tree must number its nodes level by level")
@@ -195,9 +188,7 @@ class BlockDrafter:
         self.plan = [BlockLevel.of(shape, d) for d in range(1, shape.depth + 1)]
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Start a batch: a cache for every token's feature, with room for a round's features and
-        queries.
-        """
+        """Start a batch: a cache for all tokens' features, and for a round's own slots."""
         hidden = feedback.output.hidden
         target = self.head.config.target
         if hidden.shape[-1] != target.dim * (1 + len(self.head.config.aux_layers)):
@@ -233,6 +224,7 @@ class BlockDrafter:
         self.cache.lengths[row] = 0
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A tree or chain, level by level, from one pass of the head for all levels."""
         with self.clock("draft"):
             states = self._levels(feedback)
         if self.rejected is not None:
@@ -240,13 +232,13 @@ class BlockDrafter:
         tokens = [feedback.token[:, None]]
         vocabulary = self.target.vocabulary
         probs = [states.new_zeros(len(tokens[0]), 1, vocabulary, dtype=torch.float32)]
-        place = self.cache.lengths[:, None]  # guidance may depend on the place
+        position = self.cache.lengths[:, None]  # guidance may depend on the place
         for depth, level in enumerate(self.plan):
             latest = tokens[-1]
             previous = latest if level.above is None else latest.index_select(1, level.above)
             with self.clock("draft"):
                 logits = self._read(states[:, depth : depth + 1], previous)
-            dist = self._dist(self.target.drawn_logits(logits, place + depth), level)
+            dist = self._dist(self.target.drawn_logits(logits, position + depth), level)
             drafts, drawn = self._draw(dist, level, uniforms)
             tokens.append(drafts)
             probs.append(drawn)
@@ -254,8 +246,9 @@ class BlockDrafter:
         return DraftTree(torch.cat(tokens, 1), self.shape, recorded)
 
     def _dist(self, logits: Tensor, level: BlockLevel) -> Tensor:
-        """Distributions [B, P, V] of a level's children by each parent's ``logits``. If the
-        likeliest tokens are taken, the logits: at temperature 0 only one token has any mass.
+        """Distributions [B, P, V] of a level's children by each parent's ``logits``. If drafts are
+        the likeliest tokens, the logits themselves: at temperature 0 only one token would have any
+        mass.
         """
         if not self.sampled:
             return logits
@@ -267,8 +260,8 @@ class BlockDrafter:
     def _draw(
         self, dist: Tensor, level: BlockLevel, uniforms: UniformSource
     ) -> tuple[Tensor, Tensor]:
-        """A level's nodes [B, n] and the distributions [B, n, V] they were drawn from, of what
-        :meth:`_dist` gives [B, P, V].
+        """A level's nodes [B, n], drawn from the result of :meth:`_dist` [B, P, V], and their
+        distributions [B, n, V].
         """
         if not self.sampled:
             drafts = largest(dist, level.width)[1].flatten(1)
@@ -289,18 +282,18 @@ class BlockDrafter:
         last = branched(kept.clamp(min=1) - 1, self.branches)[:, None, None]
         anchor = features.gather(1, last.expand(-1, 1, features.shape[-1]))
         x = torch.cat([features, self.head.queries(anchor, self.max_depth)], dim=1)
-        most = tokens.shape[1]
+        longest = tokens.shape[1]
         order = self.order[: x.shape[1]]
-        ahead = order >= most  # the queries' cells follow the kept tokens, not all M
-        cells = self.cache.lengths[:, None] + order - ahead * (most - kept)[:, None]
-        bias = self._aim(kept, most)
+        ahead = order >= longest  # the queries' cells follow the kept tokens, not all M
+        cells = self.cache.lengths[:, None] + order - ahead * (longest - kept)[:, None]
+        bias = self._aim(kept, longest)
         everywhere = branched(cells, self.branches)
         states = self.head(x, everywhere, bias, self.cache.layers, self.max_depth)
-        self.cache.keep(order[:most].expand(len(kept), -1), kept)
+        self.cache.keep(order[:longest].expand(len(kept), -1), kept)
         return states
 
     def _committed(self, feedback: Feedback) -> tuple[Tensor, Tensor, Tensor]:
-        """States [R, M, C], the tokens drawn from them [B, M], how many of each row count [B]."""
+        """States [R, M, C] of committed tokens, those tokens [B, M], and each row's count [B]."""
         if feedback.result is not None and feedback.tokens is not None:
             return feedback.kept_hidden(), feedback.tokens, feedback.result.kept
         most = self.max_depth + 1
@@ -309,16 +302,17 @@ class BlockDrafter:
         return hidden, tokens, torch.ones_like(feedback.token)
 
     def _aim(self, kept: Tensor, most: int) -> Tensor:
-        """Write M = ``most`` features and the queries after the cache's capacity; returns their
-        mask [R, 1, M + K, S]: features see those before them, queries only what was ``kept`` [B].
+        """Aim the cache at M = ``most`` features and the queries, written after its capacity.
+        Returns their mask [R, 1, M + K, S]: features attend to earlier features, queries to the
+        ``kept`` [B].
         """
         capacity = self.cache.size.capacity
         bias = self.bias
         self.cache.aim(capacity, bias.shape[-1])
         bias[..., :capacity] = self.cache.prefix_bias()[:, None, None]
         shut = branched(self.order[:most] >= kept[:, None], self.branches)
-        seen = torch.zeros_like(shut, dtype=bias.dtype).masked_fill_(shut, float("-inf"))
-        bias[:, 0, most:, capacity : capacity + most] = seen[:, None]
+        mask = torch.zeros_like(shut, dtype=bias.dtype).masked_fill_(shut, float("-inf"))
+        bias[:, 0, most:, capacity : capacity + most] = mask[:, None]
         return bias
 
     def _read(self, states: Tensor, previous: Tensor) -> Tensor:
@@ -328,15 +322,15 @@ class BlockDrafter:
 
 
 class RejectedPositions:
-    """The target's distributions after the drafts it rejected, mixed into a drafter's, whose trees
+    """Mixes the target's distributions after rejected drafts into those of a drafter whose trees
     have this ``shape``.
 
-    The round before scored its whole tree. After a rejected draft the target gave a distribution
-    for the place after it, right but for one wrong token, which is what Speculative Jacobi Decoding
-    (arXiv 2410.01699) drafts from. A mixture is q^(1 - w) s^w, normalised, of the drafter's q and
-    that older distribution s, with w = ``weight`` in [0, 1): it costs no forward and overlaps with
-    the target's more than either. It is made of logarithms, a softmax for what would be six
-    operations. Decoding stays exact, because the mixture is settled before the draft is drawn from
+    The last round scored its whole tree. The target's distribution after a rejected draft is
+    conditioned on one wrong token only; Speculative Jacobi Decoding (arXiv 2410.01699) drafts from
+    such distributions. A mixture is q^(1 - w) s^w, normalised, of the drafter's q and that older
+    distribution s, with w = ``weight`` in [0, 1): it costs no forward and overlaps with the
+    target's more than either. It is computed from logarithms: one softmax instead of six
+    operations. Decoding stays exact, because the mixture is fixed before the draft is drawn from
     it, and the tree records it.
     """
 
@@ -348,7 +342,7 @@ class RejectedPositions:
         self.older: tuple[Tensor, ...] | None = None
 
     def read(self, feedback: Feedback) -> None:
-        """Keep the distributions after what ``feedback`` rejected, for the tree drafted next."""
+        """Keep the distributions after the drafts that ``feedback`` rejected, for the next tree."""
         if feedback.result is None:
             self.older = None
             return
@@ -356,9 +350,9 @@ class RejectedPositions:
         last = feedback.result.path.gather(1, end)  # [B, 1]
         below = feedback.drafted[0].shape.once("first below", first_below)
         source = below[last[:, 0]]  # [B, D]
-        there = feedback.continued(source >= 0)
+        valid = feedback.continued(source >= 0)
         older = at_nodes(feedback.output.probs, source.clamp(min=0))  # [B, D, V]
-        share = self.weight * there[..., None].to(older.dtype)
+        share = self.weight * valid[..., None].to(older.dtype)
         older.clamp_(min=torch.finfo(older.dtype).tiny).log_().mul_(share)
         self.older = older.split(1, dim=1)
         self.rest = (1 - share).split(1, dim=1)
@@ -375,8 +369,8 @@ class RejectedPositions:
 def first_below(shape: TreeShape) -> Tensor:
     """The node d steps below each node along first children, d = 1 … D, or -1: [N, D].
 
-    If n is the last accepted node, the nodes in row n have the distributions for the places of the
-    next tree, because the recovered token takes the first child's place.
+    If n is the last accepted node, the nodes in row n hold the distributions for the positions of
+    the next tree, because the recovered token takes the first child's position.
     """
     # the spare row at the end keeps -1 at -1
     child = torch.full((shape.size + 1,), -1, device=shape.parents.device)

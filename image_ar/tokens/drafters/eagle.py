@@ -4,7 +4,7 @@
 The head is one layer over features of the committed tokens, with the official names. Position i
 reads fc([emb(token_{i+1}); hidden_i]), hidden_i the target's state after its final norm, and
 predicts hidden_{i+1}; the target's output head, without a norm, turns that into logits. The layer
-has no norm before its attention. Positions are the target's less one: P - 1 prefix rows without
+has no norm before its attention. Positions are the target's minus one: P - 1 prefix rows without
 rotation, then the raster. :class:`specmm.core.growth.Growth` grows the tree. A prompt's padded
 positions are read like any others, as in the release. Source: EAGLE (arXiv 2401.15077), LANTERN
 (2410.03355).
@@ -83,9 +83,7 @@ class EagleAttention(nn.Module):
     def forward(
         self, x: Tensor, factors: Tensor, bias: Tensor | None, memory: Memory | None
     ) -> Tensor:
-        """Attend ``x`` [R, T, C] to itself (causally, without memory) or to what ``memory`` holds
-        under ``bias``.
-        """
+        """Attend ``x`` [R, T, C] to itself, causally, or to ``memory`` under ``bias``."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in projections)  # [R, T, H, D]
         q = rotate(q, factors)
@@ -167,7 +165,7 @@ class EagleDrafter:
     """Drafts with an :class:`EagleHead`.
 
     ``tree``, ``sampled`` and ``siblings``: see :class:`specmm.core.growth.Growth`. Raises
-    ``ValueError`` when the head was made for a target of other sizes.
+    ``ValueError`` if the head is for a target of other sizes.
     """
 
     state: ClassVar[tuple[str, ...]] = ("cache", "growth")
@@ -180,9 +178,9 @@ class EagleDrafter:
         sampled: bool = True,
         siblings: Siblings = "distinct",
     ) -> None:
-        wanted = EagleConfig(target.model.config).sizes()
-        if head.config.sizes() != wanted:
-            raise ValueError(f"head must be made for {wanted}, got one for {head.config.sizes()}")
+        sizes = EagleConfig(target.model.config).sizes()
+        if head.config.sizes() != sizes:
+            raise ValueError(f"head must be made for {sizes}, got one for {head.config.sizes()}")
         self.head = head.eval()
         self.target = target
         vocabulary = DrafterVocabulary(target.vocabulary)
@@ -191,9 +189,7 @@ class EagleDrafter:
         self.max_depth = self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Start a batch: a cache for the prefix and every token, and the attention masks of the
-        tree.
-        """
+        """Start a batch: a cache for the prefix and every token, and the tree's masks."""
         hidden = feedback.output.hidden
         config = self.head.config
         size = CacheSize(
@@ -208,6 +204,7 @@ class EagleDrafter:
         self.growth.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A tree grown from the state predicted after the committed tokens."""
         if feedback.result is None:
             state = self._read_prompt(feedback)
         else:
@@ -215,7 +212,7 @@ class EagleDrafter:
         return self.growth.grow(self, feedback.token, state, uniforms)
 
     def probs(self, logits: Tensor) -> Tensor:
-        """The target's processing of the head's guided logits."""
+        """The head's guided logits, processed as the target's are."""
         return self.target.processor(logits)
 
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -237,6 +234,7 @@ class EagleDrafter:
             return self.head(rows, hidden, positions, bias, self.cache.layers[0])
 
     def _read_prompt(self, feedback: Feedback) -> Tensor:
+        """Read the prefix, followed by the first token; the predicted state after it."""
         hidden = feedback.output.hidden
         cache = self.cache
         prefix = hidden.shape[1]

@@ -53,7 +53,7 @@ NEWEST = 0.6
 
 class Earlier(NamedTuple):
     """The last round's drafts at a window's places: ``tokens`` [B, W], their distributions
-    ``probs`` [B, W, V], and ``there`` [B, W] bool, whether there was a draft.
+    ``probs`` [B, W, V], and whether the place had a draft (``there`` [B, W] bool).
     """
 
     tokens: Tensor
@@ -62,7 +62,7 @@ class Earlier(NamedTuple):
 
 
 class JacobiDrafter:
-    """Drafts a chain of ``window`` tokens from the target's distributions of the round before.
+    """Drafts a chain of ``window`` tokens from the target's distributions of the last round.
 
     ``init`` chooses the first draft of a place that enters the window. ``coupled`` needs a rule
     that works from the root down. Raises ``ValueError`` for a window that does not fit into a
@@ -96,24 +96,25 @@ class JacobiDrafter:
             self.root = torch.zeros_like(token)
 
     def start_row(self, row: int) -> None:
-        """Does nothing: the next feedback has all that is needed."""
+        """Does nothing: the next feedback holds all needed state."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A window drawn by the target's last distributions, coupled to its last drafts."""
         earlier = self.earlier(feedback) if self.coupled else None
         probs = self.newest(feedback, earlier)
         if not self.coupled:
             drafts = categorical(probs[:, 1:], uniforms.draw(self.window))
         else:
             stay, draw = uniforms.draw(2 * self.window).chunk(2, dim=1)
-            old, chance, rest = self.coupling(earlier, probs)
-            drafts = torch.where(stay < chance, old, categorical(rest, draw))
+            old, chance, residual = self.coupling(earlier, probs)
+            drafts = torch.where(stay < chance, old, categorical(residual, draw))
         return self.begun(feedback, probs, drafts)
 
     def newest(self, feedback: Feedback, earlier: Earlier | None) -> Tensor:
         """Distributions [B, N, V] to draw the window from: the target's of the last round, shifted
-        by the tokens kept; for places that it has not scored, the last place's, or uniform.
+        by the accepted tokens; for unscored places the last place's, or uniform.
 
-        If ``steadied``, the first draft's are mixed with the ``earlier`` round's for that place.
+        If ``steadied``, the first draft's is mixed with the ``earlier`` round's for that place.
         """
         newest = feedback.output.probs
         if feedback.result is None:
@@ -147,20 +148,21 @@ class JacobiDrafter:
         return Earlier(tree.tokens.gather(1, node), at_nodes(tree.probs, node), there)
 
     def coupling(self, earlier: Earlier | None, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each place's draft of the last round [B, W], the chance that it stays, and otherwise the
-        distribution [B, W, V] to draw from (unnormalised). Together they give ``probs`` [B, N, V].
+        """Each place's draft of the last round [B, W], the probability that it stays, and the
+        (unnormalised) distribution [B, W, V] of its replacement. Together they give ``probs`` [B,
+        N, V].
         """
         now = probs[:, 1:]
         if earlier is None:
             never = torch.zeros_like(now[..., 0])
             return never.long(), never, now
         old, before, there = earlier
-        chance, rest = strict_step(now, Trial(old, before * there[..., None], 0))
-        return old, chance * there, rest
+        chance, residual = strict_step(now, Trial(old, before * there[..., None], 0))
+        return old, chance * there, residual
 
     def begun(self, feedback: Feedback, probs: Tensor, drafts: Tensor) -> DraftTree:
-        """The tree of ``drafts`` [B, W] from ``probs`` [B, N, V]; where places enter the window,
-        neighbours' tokens take the place of both.
+        """The tree of ``drafts`` [B, W] from ``probs`` [B, N, V]; at places that enter the window,
+        copies of neighbours' tokens replace both.
         """
         if self.init in NEIGHBOURS:
             places = self.root[:, None] + 1 + self.order
@@ -187,7 +189,7 @@ class JacobiDrafter:
         self.root.copy_(before + feedback.result.kept)
 
     def _scored(self, feedback: Feedback) -> Tensor:
-        """The number of the window's places [B] with a distribution from the last round."""
+        """The number [B] of the window's places that the last round scored."""
         if feedback.result is None:
             return torch.zeros_like(self.root)
         scored = (self.window + 1 - feedback.result.kept).clamp(max=self.window)
@@ -195,9 +197,10 @@ class JacobiDrafter:
 
 
 def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
-    """The nearest place to the left of each of ``places`` [B, W] up to ``known`` [B].
+    """The place to the left of each of ``places`` [B, W], at most ``known`` [B].
 
-    Where a row has none yet, and for tokens that end a row: as :func:`upper_neighbours`.
+    A picture's row that has no known place, and a token that ends a row, take their upper
+    neighbours (:func:`upper_neighbours`).
     """
     left = torch.minimum(places - 1, known[:, None])
     column = places % target.line
@@ -206,9 +209,9 @@ def left_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Ten
 
 
 def upper_neighbours(places: Tensor, known: Tensor, target: DrawingTarget) -> Tensor:
-    """The nearest place above each of ``places`` [B, W] up to ``known`` [B].
+    """The nearest place above each of ``places`` [B, W], at most ``known`` [B].
 
-    Where there is none: the latest known, or -1 for a token that ends the row.
+    Without such a place: the latest known place, or -1 for a token that ends a row.
     """
     latest = known[:, None]
     above = places - target.line

@@ -54,7 +54,7 @@ FINE = ("kid", "kid_difference")  # small numbers
 
 
 def reading(network: str) -> Callable[[Command], Command]:
-    """Make a command of a function that takes a ``reader``: the reader's options take its place.
+    """Make a command from a function of a ``reader``, whose options replace that parameter.
 
     ``network`` is the default of ``--features``.
     """
@@ -63,7 +63,7 @@ def reading(network: str) -> Callable[[Command], Command]:
 
 @dataclass
 class Printing:
-    """How measurements are printed."""
+    """Options for printing measurements."""
 
     name: Name = None
     as_json: Json = False
@@ -74,48 +74,48 @@ def measured(network: str) -> Callable[[Command], Command]:
 
     def wrap(function: Command) -> Command:
         @functools.wraps(function)
-        def command(reader: SourceReader, printing: Printing, **given: Any) -> None:
+        def command(reader: SourceReader, printing: Printing, **arguments: Any) -> None:
             with stdout_reserved():
-                found = function(reader=reader, **given)
-            several = found if isinstance(found, Sequence) else [found]
+                measurements = function(reader=reader, **arguments)
+            several = measurements if isinstance(measurements, Sequence) else [measurements]
             noted = [reader.noted(m) for m in several]
-            show(noted, printing.as_json, printing.name or name_of(given["source"]))
+            show(noted, printing.as_json, printing.name or name_of(arguments["source"]))
 
         return reading(network)(with_fields(Printing, "printing")(command))
 
     return wrap
 
 
-def show(found: Sequence[Measurement], as_json: bool, name: str) -> None:
+def show(measurements: Sequence[Measurement], as_json: bool, name: str) -> None:
     """Print the measurements of a method's samples on stdout."""
     if as_json:
-        rows = [m.to_json() for m in found]
+        rows = [m.to_json() for m in measurements]
         emit({**(rows[0] if len(rows) == 1 else {"results": rows}), "name": name})
         return
-    typer.echo("\n".join(line(m) for m in found))
-    typer.echo(protocol_lines([m.protocol for m in found]))
+    typer.echo("\n".join(line(m) for m in measurements))
+    typer.echo(protocol_lines([m.protocol for m in measurements]))
 
 
-def line(found: Measurement) -> str:
+def line(measurement: Measurement) -> str:
     """Value, interval and parts of a measurement on one line."""
-    form = ".6f" if found.metric in FINE else ".4f"
-    text = f"{TITLES.get(found.metric, found.metric)} {found.value:{form}}"
-    if found.interval is not None:
-        text += f"  {interval_text(found.interval, form)}"
-    parts = ", ".join(f"{k.replace('_', ' ')} {v:{form}}" for k, v in found.parts.items())
+    form = ".6f" if measurement.metric in FINE else ".4f"
+    text = f"{TITLES.get(measurement.metric, measurement.metric)} {measurement.value:{form}}"
+    if measurement.interval is not None:
+        text += f"  {interval_text(measurement.interval, form)}"
+    parts = ", ".join(f"{k.replace('_', ' ')} {v:{form}}" for k, v in measurement.parts.items())
     return f"{text}  ({parts})" if parts else text
 
 
-def interval_text(found: Interval, form: str) -> str:
+def interval_text(interval: Interval, form: str) -> str:
     """An interval with its level and method."""
-    return f"[{found.low:{form}}, {found.high:{form}}] {found.level:.0%} {found.method}"
+    return f"[{interval.low:{form}}, {interval.high:{form}}] {interval.level:.0%} {interval.method}"
 
 
 def protocol_lines(protocols: Sequence[Protocol]) -> str:
     """The protocols as text, an entry a line; the notes last."""
-    whole = {k: v for protocol in protocols for k, v in protocol.items() if k != "note"}
+    merged = {k: v for protocol in protocols for k, v in protocol.items() if k != "note"}
     notes = dict.fromkeys(str(p["note"]) for p in protocols if "note" in p)
-    rows = [(k.replace("_", " "), _text(v)) for k, v in whole.items()]
+    rows = [(k.replace("_", " "), _text(v)) for k, v in merged.items()]
     rows += [("note", note) for note in notes]
     width = max((len(k) for k, _ in rows), default=0)
     return "\n".join(f"  {k.ljust(width)}  {v}" for k, v in rows)

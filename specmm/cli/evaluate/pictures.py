@@ -17,7 +17,7 @@ from specmm.cli.evaluate.measured import (
     measured,
     reading,
 )
-from specmm.cli.evaluate.prompts import read_prompts
+from specmm.cli.evaluate.prompts import of_readable, read_prompts
 from specmm.cli.evaluate.sources import SourceReader, generator, is_reference
 from specmm.cli.options import Json
 from specmm.cli.output import emit, say, stdout_reserved, table
@@ -52,12 +52,12 @@ def fid(
     """Fréchet Inception distance; compare equal counts only, small sets are biased upwards."""
     hint = "use specmm eval fd for other networks"
     if reader.network not in INCEPTIONS:
-        raise ValueError(f"FID is of Inception's features, got {reader.network!r}; {hint}")
-    found = _frechet(reader, source, reference, seed if interval else None)
-    named = str(found.protocol.get("features", "inception"))
+        raise ValueError(f"FID needs Inception's features, got {reader.network!r}; {hint}")
+    measurement = _frechet(reader, source, reference, seed if interval else None)
+    named = str(measurement.protocol.get("features", "inception"))
     if not named.startswith("inception"):
-        raise ValueError(f"FID is of Inception's features, these files hold {named}; {hint}")
-    return found
+        raise ValueError(f"FID needs Inception's features, got files of {named}; {hint}")
+    return measurement
 
 
 @measured("dinov2")
@@ -90,8 +90,10 @@ def kid(
     from specmm.metrics.kernel import kernel_distance
 
     if interval and subsets_only:
-        raise ValueError("--interval is of whole sets; leave it or --subsets-only out")
-    found = kernel_distance(
+        raise ValueError(
+            "--interval needs the whole-set estimate, which --subsets-only skips; leave one out"
+        )
+    measurement = kernel_distance(
         *reader.both(source, reference),
         subsets=subsets,
         subset_size=subset_size,
@@ -99,7 +101,7 @@ def kid(
         full=not subsets_only,
         bootstrap=Bootstrap(generator(seed)) if interval else None,
     )
-    return found.measurement()
+    return measurement.measurement()
 
 
 @measured("inception-fidelity")
@@ -121,9 +123,9 @@ def precision_recall(
     """Precision (how many pictures look real) and recall (how much of what is real they cover)."""
     from specmm.metrics import intervals, neighbours
 
-    made, real = reader.both(source, reference)
+    generated, real = reader.both(source, reference)
     bootstrap = intervals.Bootstrap(generator(seed))
-    return neighbours.precision_recall(real, made, k=k, bootstrap=bootstrap)
+    return neighbours.precision_recall(real, generated, k=k, bootstrap=bootstrap)
 
 
 @measured("clip")
@@ -141,13 +143,14 @@ def clip(
     """CLIPScore: how well pictures fit their prompts."""
     from specmm.metrics.paired import clip_score
 
-    if reader.network != "clip" or reader.skip_bad:
-        raise ValueError("CLIPScore is of the network clip and of every picture: no other options")
-    given = reader.pictures(source)
-    texts, note = read_prompts(prompts, given.files)
+    if reader.network != "clip":
+        raise ValueError(f"CLIPScore needs CLIP's features, got --features {reader.network}")
+    pictures = reader.pictures(source)
+    texts, note = read_prompts(prompts, pictures.files)
     model = cast("CLIP", reader.extractor)
-    found = clip_score(given, texts, model, batch=reader.batch)
-    return replace(found, protocol={**found.protocol, "note": note}) if note else found
+    score = clip_score(pictures, of_readable(texts, pictures), model, batch=reader.batch)
+    reader.report(pictures)
+    return replace(score, protocol={**score.protocol, "note": note}) if note else score
 
 
 @measured("inception")
@@ -163,13 +166,15 @@ def reconstruction(
 ) -> "list[Measurement]":
     """PSNR, SSIM and rFID of pictures that a tokenizer has encoded and decoded."""
     if reader.skip_bad:
-        raise ValueError("pictures are compared in pairs, none may be left out: drop --skip-bad")
-    made = reader.pictures(source)
-    given = reader.pictures(originals)
+        raise ValueError(
+            "--skip-bad must be off, because pictures are compared in pairs; leave it out"
+        )
+    reconstructed = reader.pictures(source)
+    original = reader.pictures(originals)
     from specmm.metrics.paired import reconstruction as measure
 
     network = reader.extractor if rfid else None
-    return measure(given, made, extractor=network, batch=reader.batch)
+    return measure(original, reconstructed, extractor=network, batch=reader.batch)
 
 
 def _frechet(reader: SourceReader, source: str, reference: str, seed: int | None) -> "Measurement":
@@ -179,10 +184,10 @@ def _frechet(reader: SourceReader, source: str, reference: str, seed: int | None
 
     if seed is None:
         return frechet_distance(*reader.both_statistics(source, reference))
-    known = reader.gaussian(reference)
-    made = reader.features(source)
-    interval = frechet_interval(made, known, generator(seed))
-    return replace(frechet_distance(made, known), interval=interval)
+    reference_moments = reader.gaussian(reference)
+    generated = reader.features(source)
+    interval = frechet_interval(generated, reference_moments, generator(seed))
+    return replace(frechet_distance(generated, reference_moments), interval=interval)
 
 
 @reading("inception")
@@ -192,9 +197,9 @@ def features(source: Source, out: Out, reader: SourceReader, as_json: Json = Fal
         raise ValueError(f"features are written to .npz, got {out.name}; rename it")
     writable(out.parent)
     with stdout_reserved():
-        found = reader.features(source)
-        found.save(out)
-    _written(out, len(found), found.values.shape[1], found.protocol, as_json)
+        rows = reader.features(source)
+        rows.save(out)
+    _written(out, len(rows), rows.values.shape[1], rows.protocol, as_json)
 
 
 @reading("inception")
@@ -214,10 +219,10 @@ def stats(
         raise ValueError("adm needs spatial features, which no network here gives; --format ours")
     writable(out.parent)
     with stdout_reserved():
-        found = reader.gaussian(source)
+        gaussian = reader.gaussian(source)
         spatial = read_reference(Path(source), spatial=True) if layout == "adm" else None
-        write_reference(found, out, FORMATS[layout], spatial=spatial)
-    _written(out, found.count, len(found.moments()[0]), found.protocol, as_json)
+        write_reference(gaussian, out, FORMATS[layout], spatial=spatial)
+    _written(out, gaussian.count, len(gaussian.moments()[0]), gaussian.protocol, as_json)
 
 
 def weights(as_json: Json = False) -> None:

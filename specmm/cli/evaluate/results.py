@@ -59,14 +59,15 @@ def vqa(
     with stdout_reserved():
         from specmm.metrics.answers import read_answers, read_predictions
 
-        told = read_predictions(predictions)
-        found = _score(metric, told, read_answers(answers), cast("Variant", variant), seed)
-    show([found], as_json, name or predictions.stem)
+        predicted = read_predictions(predictions)
+        result = _score(metric, predicted, read_answers(answers), cast("Variant", variant), seed)
+    show([result], as_json, name or predictions.stem)
 
 
 def _score(
     metric: str, predictions: "Predictions", answers: "Answers", variant: "Variant", seed: int
 ) -> "Measurement":
+    """The ``metric`` of ``predictions`` against ``answers``."""
     from specmm.metrics import answers as texts
     from specmm.metrics.intervals import Bootstrap
     from specmm.metrics.vqa import vqa_accuracy
@@ -112,7 +113,7 @@ def compare(
 
         one, two = reader.both(first, second)
         third = None if reference is None else reader.features(reference)
-        found = test(
+        result = test(
             one,
             two,
             third,
@@ -121,26 +122,28 @@ def compare(
             alpha=alpha,
             paired=paired,
         )
-        found = reader.noted(found)
+        result = reader.noted(result)
     if as_json:
-        emit({**found.to_json(), "verdict": _sentence(found)})
+        emit({**result.to_json(), "verdict": _sentence(result)})
         return
-    numbers = f"squared MMD {found.distance:.6f}, p = {found.p_value:.4f}, alpha = {found.alpha:g}"
-    typer.echo(f"{_sentence(found)}\n{numbers}")
-    if found.loss is not None:
-        typer.echo(line(found.loss))
-    typer.echo(protocol_lines([found.protocol]))
+    typer.echo(_sentence(result))
+    typer.echo(
+        f"squared MMD {result.distance:.6f}, p = {result.p_value:.4f}, alpha = {result.alpha:g}"
+    )
+    if result.loss is not None:
+        typer.echo(line(result.loss))
+    typer.echo(protocol_lines([result.protocol]))
 
 
-def _sentence(found: "Comparison") -> str:
+def _sentence(comparison: "Comparison") -> str:
     """A comparison's result as a sentence."""
-    chance = f"p = {found.p_value:.3g}"
+    chance = f"p = {comparison.p_value:.3g}"
     text = f"The two sets differ by more than sampling noise ({chance})"
-    if not found.differ:
+    if not comparison.differ:
         text = (
             f"No difference beyond sampling noise was found ({chance}), which does not prove none"
         )
-    loss = found.loss
+    loss = comparison.loss
     if loss is None or loss.interval is None:
         return text + "."
     low = loss.interval.low
@@ -152,6 +155,7 @@ def _sentence(found: "Comparison") -> str:
 
 
 def _compare_results(first: Path, second: Path, as_json: bool) -> None:
+    """Print the differences of two result files."""
     with stdout_reserved():
         from specmm.metrics.measurement import compare_results, read_measurements, unequal_counts
 
@@ -160,22 +164,22 @@ def _compare_results(first: Path, second: Path, as_json: bool) -> None:
         if len(one) != len(two):
             got = f"{len(one)} and {len(two)}"
             raise ValueError(f"both results must hold the same metrics, got {got}")
-        found = [compare_results(a, b) for a, b in zip(one, two, strict=True)]
+        comparisons = [compare_results(a, b) for a, b in zip(one, two, strict=True)]
         for warning in filter(None, map(unequal_counts, one, two)):
             say(f"note: {warning}")
     if as_json:
-        rows = [{**vars(d), "interval": d.interval and vars(d.interval)} for d in found]
+        rows = [{**vars(d), "interval": d.interval and vars(d.interval)} for d in comparisons]
         emit({"differences": rows})
         return
-    typer.echo("\n".join(_difference(d) for d in found))
+    typer.echo("\n".join(_difference(d) for d in comparisons))
 
 
-def _difference(found: "Difference") -> str:
-    text = f"{TITLES.get(found.metric, found.metric)} of A less that of B: {found.value:.6g}"
-    if found.interval is None:
+def _difference(gap: "Difference") -> str:
+    text = f"{TITLES.get(gap.metric, gap.metric)} of A less that of B: {gap.value:.6g}"
+    if gap.interval is None:
         return f"{text}; it may be noise: measure both with --interval"
-    meaning = "more than" if found.differ else "within"
-    return f"{text}, {meaning} sampling noise  {interval_text(found.interval, '.6g')}"
+    meaning = "more than" if gap.differ else "within"
+    return f"{text}, {meaning} sampling noise  {interval_text(gap.interval, '.6g')}"
 
 
 def report(

@@ -34,7 +34,7 @@ REFERENCE_NAMES = {"mu", "sigma"}
 
 @dataclass
 class SourceReader:
-    """Reads sources; the network is loaded once, and only if one of them holds pictures."""
+    """Reads sources; the network is loaded once, and only if a source holds pictures."""
 
     network: Annotated[
         str,
@@ -68,19 +68,19 @@ class SourceReader:
         return extractors.extractor(self.network, weights=self.weights, device=device)
 
     def both(self, source: str, reference: str) -> tuple[FeatureSet, FeatureSet]:
-        """Features of both; that both can be read is checked before any is computed."""
-        return self._both(self.features, source, reference)
+        """Features of both sources, after checking that both can be read."""
+        return self._read_both(self.features, source, reference)
 
     def both_statistics(self, source: str, reference: str) -> tuple[Gaussian, Gaussian]:
         """As ``both``, with statistics instead of features."""
-        return self._both(self.gaussian, source, reference)
+        return self._read_both(self.gaussian, source, reference)
 
-    def _both(self, read: Callable[[str], T], source: str, reference: str) -> tuple[T, T]:
-        known = read(reference) if is_file_of_numbers(reference) else None
-        for each in (source, reference):
-            if not is_file_of_numbers(each):
-                self.pictures(each)
-        return read(source), read(reference) if known is None else known
+    def _read_both(self, read: Callable[[str], T], source: str, reference: str) -> tuple[T, T]:
+        of_reference = read(reference) if is_file_of_numbers(reference) else None
+        for side in (source, reference):
+            if not is_file_of_numbers(side):
+                self.pictures(side)
+        return read(source), read(reference) if of_reference is None else of_reference
 
     def features(self, source: str) -> FeatureSet:
         """The features stored in an .npz, or computed from pictures."""
@@ -100,10 +100,10 @@ class SourceReader:
         if stored is not None:
             return FeatureStatistics.of(stored)
         blocks = self._blocks(source)
-        found = FeatureStatistics.of(next(blocks))
+        statistics = FeatureStatistics.of(next(blocks))
         for block in blocks:
-            found.update(block)
-        return found
+            statistics.update(block)
+        return statistics
 
     def logits(self, source: str) -> FeatureSet:
         """Class logits of pictures, or those stored in an .npz."""
@@ -115,14 +115,14 @@ class SourceReader:
             return stored
         network = self.extractor
         pictures = self.pictures(source)
-        found = network.logits(pictures, batch=self.batch, progress=sys.stderr.isatty())
-        self._report(pictures)
-        return found
+        logits = network.logits(pictures, batch=self.batch, progress=sys.stderr.isatty())
+        self.report(pictures)
+        return logits
 
     def pictures(self, source: str) -> PictureSource:
         """The pictures of ``source``, decoded by ``workers`` processes.
 
-        Raises ``ValueError`` where there are none, and for a job's output with a damaged or missing
+        Raises ``ValueError`` if there are none, and for a job's output with a damaged or missing
         result.
         """
         from specmm.jobs.verify import check_whole
@@ -130,32 +130,33 @@ class SourceReader:
 
         if source not in self.opened:
             check_whole(Path(source))
-            found = open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
-            self.opened[source] = found
-            if found.left_out:
-                say(f"{source}: {counted(found.counts())}")
+            pictures = open_pictures(source, skip_bad=self.skip_bad, workers=self.workers)
+            self.opened[source] = pictures
+            if pictures.left_out:
+                say(f"{source}: {counted(pictures.counts())}")
         return self.opened[source]
 
-    def noted(self, found: Noted) -> Noted:
-        """The result ``found`` with how many files were measured and how many were left out."""
+    def noted(self, result: Noted) -> Noted:
+        """The ``result`` with the numbers of files that were measured and left out."""
         counts = {name: pictures.counts() for name, pictures in self.opened.items()}
         files = {name: count for name, count in counts.items() if count}
-        return replace(found, protocol={**found.protocol, "files": files}) if files else found
+        return replace(result, protocol={**result.protocol, "files": files}) if files else result
 
     def _blocks(self, source: str) -> Iterator[FeatureSet]:
         pictures = self.pictures(source)
         network = self.extractor
         title = f"{network.name} {name_of(source)}" if sys.stderr.isatty() else None
         yield from network.stream(pictures, batch=self.batch, progress=title)
-        self._report(pictures)
+        self.report(pictures)
 
-    def _report(self, pictures: PictureSource) -> None:
+    def report(self, pictures: PictureSource) -> None:
+        """Print which of ``pictures`` were left out in the last pass, and why."""
         for name, reason in pictures.skipped:
             say(f"left out {name}: {reason}")
 
 
 def stored_features(source: str) -> FeatureSet | None:
-    """The features in an .npz, ours or a bare matrix [N, F]; None where it holds something else."""
+    """The features in an .npz, ours or a bare matrix [N, F]; None if it holds none."""
     import numpy as np
 
     from specmm.metrics.features import FeatureSet, as_features
@@ -171,9 +172,9 @@ def stored_features(source: str) -> FeatureSet | None:
 
 
 def holds_features(source: str) -> bool:
-    """Whether ``source`` is an .npz of features; only headers are read: pictures may be gigabytes.
+    """Whether ``source`` is an .npz of features; reads only headers, as pictures may be gigabytes.
 
-    Raises ``ValueError`` for a damaged one.
+    Raises ``ValueError`` for a damaged file.
     """
     from specmm.metrics.inputs import array_header, whole
 
@@ -184,8 +185,8 @@ def holds_features(source: str) -> bool:
         return False
     with (
         whole(source, "numpy file"),
-        zipfile.ZipFile(source) as found,
-        found.open(found.namelist()[0]) as array,
+        zipfile.ZipFile(source) as archive,
+        archive.open(archive.namelist()[0]) as array,
     ):
         try:
             shape, _, dtype = array_header(array)
@@ -210,12 +211,12 @@ def npz_names(source: str) -> set[str]:
         return set()
     from specmm.metrics.inputs import whole
 
-    with whole(source, "numpy file"), zipfile.ZipFile(source) as found:
-        return {n.removesuffix(".npy") for n in found.namelist()}
+    with whole(source, "numpy file"), zipfile.ZipFile(source) as archive:
+        return {n.removesuffix(".npy") for n in archive.namelist()}
 
 
 def name_of(source: str) -> str:
-    """The method that ``specmm generate`` recorded for the pictures of ``source``, or its name."""
+    """The method that ``specmm generate`` recorded in ``source``'s pictures, or its file name."""
     run = Path(source) / "run.json"
     try:
         return str(json.loads(run.read_text(encoding="utf-8"))["method"])

@@ -30,8 +30,8 @@ LOGGER = logging.getLogger(__name__)
 
 
 def kinds_of(registry: Sequence[str], drafters: Drafters) -> list[str]:
-    """The methods of a ``registry`` that ``auto`` chooses among: those that contend and for which
-    there is a drafter, and those whose drafter was given.
+    """The methods of a ``registry`` among which ``auto`` chooses: methods that contend and have a
+    drafter, and methods whose drafter the caller passed in.
     """
 
     def ready(name: str) -> bool:
@@ -53,24 +53,24 @@ def candidates_of(
 
     Raises ``ValueError`` if a drafter that the caller passed in does not fit.
     """
-    found: list[tuple[int, list[Candidate]]] = []
+    candidates: list[tuple[int, list[Candidate]]] = []
     for name in kinds:
         method: Method = methods.make(methods.GENERATE, name)
-        own = copy.copy(target)  # drafters set on it which states they read
+        target_copy = copy.copy(target)  # drafters set on it which states they read
         try:
             drafter = drafters.get(name)
-            assemble(method, own, drafter, tokenizer)
+            assemble(method, target_copy, drafter, tokenizer)
             trees = KINDS[name].trees
-            own_trees = named(trees)(own, drafter, method) if trees else [Candidate(method)]
+            own_trees = named(trees)(target_copy, drafter, method) if trees else [Candidate(method)]
             network = network_of(drafter)
             size = sum(x.numel() for x in network.parameters()) if network else LARGE
-            found.append((size, own_trees))
+            candidates.append((size, own_trees))
         except ValueError as error:
             if name in drafters.passed:
                 raise
             LOGGER.info("auto: without %s: %s", name, error)
-    in_turn = zip_longest(*(trees for _, trees in sorted(found, key=itemgetter(0))))
-    return [one for some in in_turn for one in some if one is not None]
+    in_turn = zip_longest(*(trees for _, trees in sorted(candidates, key=itemgetter(0))))
+    return [candidate for turn in in_turn for candidate in turn if candidate is not None]
 
 
 def record_of(
@@ -82,7 +82,10 @@ def record_of(
     tokenizer: PreTrainedTokenizerBase | None,
     share: float = SHARE,
 ) -> Record:
-    """The record of ``kinds`` for as many rows as ``prompt``, from ``records`` or new."""
+    """The measurements of ``kinds`` for as many rows as ``prompt``, from ``records`` or new.
+
+    Drafters are loaded as its candidates only if calls are long enough for trials to pay.
+    """
     rows = len(prompt.lengths)
     key = (*kinds, rows, target.processor.greedy, torch.get_num_threads())
     if key not in records:
@@ -93,12 +96,12 @@ def record_of(
     record = records[key]
     if not record.worthwhile(prompt.max_new_tokens, share):
         return record
-    known = "" if record.samples else record.known().partition("(")[0]
-    if known in kinds or (known == methods.AR.name and record.complete):
+    noted = "" if record.samples else record.known().partition("(")[0]
+    if noted in kinds or (noted == methods.AR.name and record.complete):
         # the first call of a process reads one drafter; others wait until they may be tried
-        kinds = [name for name in kinds if name == known]
+        kinds = [name for name in kinds if name == noted]
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
-    elif known or not (record.complete or record.looked):
+    elif noted or not (record.complete or record.looked):
         record.candidates = candidates_of(kinds, drafters, target, tokenizer)
         record.looked = True
     return record
@@ -115,10 +118,10 @@ def choose(
     """The method that should be fastest to answer ``prompt``; trials take a ``share`` of answers.
     Without a bound (``share`` infinite) trials are whole answers.
     """
-    asked = prompt.max_new_tokens
-    few = asked if math.isinf(share) else min(FEW, asked)
+    limit = prompt.max_new_tokens
+    few = limit if math.isinf(share) else min(FEW, limit)
     begin = begin_of(drafters, target, prompt, tokenizer)
-    chosen: Method = record.choose(begin, min(asked, record.usual), few, share)
+    chosen: Method = record.choose(begin, min(limit, record.usual), few, share)
     return chosen
 
 
@@ -129,17 +132,17 @@ def begin_of(
     tokenizer: PreTrainedTokenizerBase | None,
     length: int | None = None,
 ) -> Begin:
-    """A function that begins a run of ``length`` tokens (None: the prompt's) after ``prompt`` by
-    any method, each on its own copy of the target.
+    """A function that begins a run of any method after ``prompt``, with ``length`` new tokens
+    (None: the prompt's number), each run on its own copy of the target.
     """
     tokens = prompt.max_new_tokens if length is None else length
 
     def begin(method: Any) -> Iterator[Progress]:
-        own = copy.copy(target)  # drafters set on it which states they read
+        target_copy = copy.copy(target)  # drafters set on it which states they read
         run = (prompt, tokens, row_uniforms(prompt))
         if not method.drafts:
-            return decode_plain(own, *run)
-        drafter, rule = assemble(method, own, drafters.get(method.name), tokenizer)
-        return decode(own, drafter, rule, *run)
+            return decode_plain(target_copy, *run)
+        drafter, rule = assemble(method, target_copy, drafters.get(method.name), tokenizer)
+        return decode(target_copy, drafter, rule, *run)
 
     return begin

@@ -30,7 +30,7 @@ TOKENS = 32  # tokens of a trial, at most
 
 
 class Records(NamedTuple):
-    """Measurements in text and inside a picture."""
+    """The records of measurements in text and inside a picture."""
 
     words: Record
     pictures: Record
@@ -59,7 +59,7 @@ class DrawnAnswers:
         return fit * grammar.length / max_new_tokens
 
     def chosen(self, target: InterleavedTarget, prompt: VLMPrompt) -> tuple[Method, str]:
-        """The method that should be fastest here, and why; measurements are stored."""
+        """The method expected to be fastest after ``prompt``, and why; stores the measurements."""
         key = (len(prompt.lengths), target.processor.greedy, torch.get_num_threads())
         if key not in self.records:
             try:
@@ -68,15 +68,15 @@ class DrawnAnswers:
                 return PLAIN.method, f"no room to try others ({error})"
         share = self.share(target.grammar, prompt.max_new_tokens)
         words, pictures = self.records[key]
-        each = {
+        took = {
             method: (1 - share) * words.each(method) + share * pictures.each(method)
             for method in words.samples
             if method in pictures.samples
         }
-        gains = {method: each[PLAIN.method] / seconds for method, seconds in each.items()}
+        gains = {method: took[PLAIN.method] / seconds for method, seconds in took.items()}
         best = max(gains, key=lambda method: gains[method])
-        said = ", ".join(f"{methods.label(method)} {gain:.2f}x" for method, gain in gains.items())
-        why = f"measured: {said}, {share:.0%} of it in pictures"
+        text = ", ".join(f"{methods.label(method)} {gain:.2f}x" for method, gain in gains.items())
+        why = f"measured: {text}, {share:.0%} of it in pictures"
         return best if gains[best] > MARGIN else PLAIN.method, why
 
 

@@ -88,18 +88,18 @@ def custom_generate(
     generate does not pass on, is the target's: for text drafters with another one and for ``stop``,
     texts that end a row as generate's ``stop_strings`` would. Sampling draws from ``generator``,
     never from torch's global state. Several threads may share a model. ``drafter`` is a loaded
-    drafter, its folder (read for the model at the first call), or your own object (see
-    :func:`specmm.register`). ``last`` holds the last call's method, statistics and certificate.
-    ``method`` None is the ``drafter``'s own method, and suffix decoding without a drafter; ``auto``
-    chooses between that and plain decoding. Raises ``ValueError`` for settings under which
-    generate does not decode token by token (beams, an assistant, contrastive search and the
-    like), for guidance, processors whose memory cannot be copied, ``inputs_embeds``, positions
-    other than the tokens' own, pictures read in chunks, dictionaries with scores, logits,
-    attentions or hidden states, and ``stop`` without a tokenizer.
+    drafter, its folder (read at the first call), or your own object (see :func:`specmm.register`).
+    ``last`` holds the last call's method, statistics and certificate. ``method`` None is the
+    ``drafter``'s own method, or suffix decoding without a drafter; ``auto`` chooses between that
+    method and plain decoding. Raises ``ValueError`` for settings under which generate does not
+    decode token by token (beams, an assistant, contrastive search and the like), for guidance,
+    processors whose memory cannot be copied, ``inputs_embeds``, positions other than the tokens'
+    own, pictures read in chunks, dictionaries with scores, logits, attentions or hidden states, and
+    ``stop`` without a tokenizer.
 
     A ``cache`` (``past_key_values``) of one row is continued, and filled as by generate, for the
-    next turn of a chat; ``ValueError`` for one whose layers do not keep all tokens, for pictures
-    after those it holds, and for drafters that read states of the whole prompt.
+    next turn of a chat; ``ValueError`` for a cache whose layers do not keep all tokens, for
+    pictures after its tokens, and for drafters that read states of the whole prompt.
     """
     if drafter is not None and of_others(drafter):
         method, drafter = with_own(methods.GENERATE, method, drafter)
@@ -107,8 +107,8 @@ def custom_generate(
     resolved: Method = methods.make(methods.GENERATE, method or _method_for(drafter))
     records: dict[Any, Record] = {}
     kind = _method_for(drafter) if resolved.name == methods.Auto.name else ""
-    own = resolved.drafter if isinstance(resolved, methods.Draft) else resolved.name
-    drafter_of = _drafters(drafter, kind or own)
+    default = resolved.drafter if isinstance(resolved, methods.Draft) else resolved.name
+    drafter_of = _drafters(drafter, kind or default)
     ends = _stop_criteria(stop, tokenizer)
 
     @in_its_turn(lambda model: model)
@@ -126,11 +126,11 @@ def custom_generate(
             _check(generation_config, caller.get("assistant_model"), model_kwargs)
             if streamer is not None and len(input_ids) == 1:
                 streamer.put(input_ids.cpu())  # as generate does: streamers may skip the prompt
-            given = bool(caller.get("kwargs_has_position_ids"))
+            positions_given = bool(caller.get("kwargs_has_position_ids"))
             cache = GivenCache(model_kwargs)
-            if cache.tokens and not given:  # generate's own begin where the cache ends
+            if cache.tokens and not positions_given:  # generate's own begin where the cache ends
                 model_kwargs.pop(POSITIONS, None)
-            inputs = _inputs(model_kwargs, input_ids, given) | {"input_ids": input_ids}
+            inputs = _inputs(model_kwargs, input_ids, positions_given) | {"input_ids": input_ids}
             sampled = bool(generation_config.do_sample)
             processor = PathProcessor(logits_processor, input_ids, sampled)
             target_with = cache.target(model)
@@ -149,24 +149,24 @@ def custom_generate(
             claim = run_claim(rule, end, drafts_with)
             settings = _settings(generation_config, logits_processor)
             claim = claim.under(settings | target.noise)
-            found.last = GenerateRun(str(chosen), end.stats, claim)
+            generating.last = GenerateRun(str(chosen), end.stats, claim)
             cache.keep(target, end)
-            return _joined(input_ids, end, criteria.width, generation_config, cache)
+            return _padded_output(input_ids, end, criteria.width, generation_config, cache)
 
     def choice(
         target_with: Callable[[Processor], VLMTarget], prompt: VLMPrompt, sampled: bool
     ) -> tuple[Method, Record | None]:
         if not kind:
-            own = preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
-            return own, None
+            preset = preset_of(resolved) if isinstance(resolved, methods.Composed) else resolved
+            return preset, None
         plain = target_with(Processor(float(sampled)))  # processors may keep state
         own_drafter = {kind: drafter_of(plain.model)}
         parts = (Drafters(None, plain.name, plain.model, own_drafter), plain)
         record = record_of([kind], *parts, prompt, records, tokenizer)
         return choose(record, *parts, prompt, tokenizer), record
 
-    found = Generating(run)
-    return found
+    generating = Generating(run)
+    return generating
 
 
 @dataclass(frozen=True)
@@ -191,18 +191,16 @@ class Generating:
 
 
 def _settings(config: GenerationConfig, processors: LogitsProcessorList) -> dict[str, object]:
-    """Generate's settings for certificates: those of ``config``, and the ``processors`` that
-    generate did not make from them.
-    """
-    given = config.to_diff_dict()
-    found: dict[str, object] = {"temperature": 0.0}
+    """Generate's settings for certificates: those of ``config``, and the caller's processors."""
+    changed = config.to_diff_dict()
+    settings: dict[str, object] = {"temperature": 0.0}
     if config.do_sample:
-        found["temperature"] = 1.0 if config.temperature is None else config.temperature
+        settings["temperature"] = 1.0 if config.temperature is None else config.temperature
     names = dict.fromkeys(["repetition_penalty", *FILTERS, *SCORES])
     named = [name for name in names if config.do_sample or name not in FILTERS]
-    found |= {name: given[name] for name in named if given.get(name) not in (None, 0, 1)}
-    own = [type(one).__name__ for one in processors if _is_callers(one)]
-    return found | ({"logits_processor": "+".join(own)} if own else {})
+    settings |= {name: changed[name] for name in named if changed.get(name) not in (None, 0, 1)}
+    callers = [type(processor).__name__ for processor in processors if _is_callers(processor)]
+    return settings | ({"logits_processor": "+".join(callers)} if callers else {})
 
 
 def _is_callers(processor: object) -> bool:
@@ -216,8 +214,8 @@ def _method_for(drafter: object) -> str:
     name = methods.Suffix.name if drafter is None else method_of(drafter)
     if name not in methods.GENERATE:
         raise ValueError(
-            f"drafter must be one that tells its method, got {shown(drafter)}; name the method, "
-            "too, as method='text-draft' for a language model"
+            f"the method for drafter {shown(drafter)} is unknown; give it, too, such as "
+            "method='text-draft' for a language model"
         )
     return name
 
@@ -245,20 +243,20 @@ def _steps(
     return decode(target, parts.drafter, parts.rule, prompt, length, uniforms, stop=stop)
 
 
-def _inputs(given: dict[str, Any], input_ids: Tensor, positions_given: bool) -> dict[str, Any]:
+def _inputs(arguments: dict[str, Any], input_ids: Tensor, positions_given: bool) -> dict[str, Any]:
     """The arguments of generate that are model inputs beside the prompt's ids.
 
     Raises ``ValueError`` for text positions that do not simply count the prompt's tokens.
     """
-    inputs = {k: v for k, v in given.items() if k not in NOT_INPUTS and v is not None}
+    inputs = {k: v for k, v in arguments.items() if k not in NOT_INPUTS and v is not None}
     if POSITIONS in inputs and inputs[POSITIONS].ndim < 3:
         positions = inputs.pop(POSITIONS)  # of text: the target counts them itself
         mask = inputs.get("attention_mask", torch.ones_like(input_ids))
         counted = mask.cumsum(-1) - 1
         if positions_given and not bool(((positions == counted) | (mask == 0)).all()):
             raise ValueError(
-                f"{POSITIONS} must count the prompt's tokens from 0, got others, which trees would "
-                "not go on from; leave them out"
+                f"{POSITIONS} must count the prompt's tokens from 0, got other positions, which "
+                "trees cannot continue; leave them out"
             )
     return inputs
 
@@ -266,6 +264,7 @@ def _inputs(given: dict[str, Any], input_ids: Tensor, positions_given: bool) -> 
 def _stop_criteria(
     stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[StopStringCriteria]:
+    """The stopping criteria for the texts ``stop``; without a tokenizer ``ValueError``."""
     texts = stop_texts(stop)
     if not texts:
         return []
@@ -277,7 +276,7 @@ def _stop_criteria(
 
 
 def _locals_of_generate() -> dict[str, Any]:
-    """The arguments of the generate that called: it does not pass on its streamer or assistant."""
+    """The arguments of the calling generate, which does not pass on its streamer or assistant."""
     code = inspect.unwrap(GenerationMixin.generate).__code__
     frame = inspect.currentframe()
     while frame is not None and frame.f_code is not code:
@@ -286,9 +285,10 @@ def _locals_of_generate() -> dict[str, Any]:
 
 
 def _one_streamer(ours: BaseStreamer | None, theirs: BaseStreamer | None) -> BaseStreamer | None:
+    """The streamer given here or to generate; ``ValueError`` for both."""
     if ours is not None and theirs is not None:
-        for one in {id(ours): ours, id(theirs): theirs}.values():
-            one.end()
+        for streamer in {id(ours): ours, id(theirs): theirs}.values():
+            streamer.end()
         raise ValueError(
             "streamer must be given once, got one for generate and one for custom_generate; leave "
             "one out"
@@ -299,37 +299,37 @@ def _one_streamer(ours: BaseStreamer | None, theirs: BaseStreamer | None) -> Bas
 def _check(
     config: GenerationConfig, assistant: PreTrainedModel | None, inputs: dict[str, Any]
 ) -> None:
-    """Raise ``ValueError`` for features of generate that a callable cannot provide."""
+    """Raise ``ValueError`` for features of generate that custom generation cannot provide."""
     if config.num_beams != 1:
         raise ValueError(f"num_beams must be 1 for speculative decoding, got {config.num_beams}")
     mode = config.get_generation_mode(assistant)
     if mode not in PLAIN:
-        given = {name: getattr(config, name, None) for name in INSTEAD}
-        given["assistant_model"] = assistant
-        name = next(name for name in INSTEAD if given[name] is not None)
+        settings = {name: getattr(config, name, None) for name in INSTEAD}
+        settings["assistant_model"] = assistant
+        name = next(name for name in INSTEAD if settings[name] is not None)
         raise ValueError(f"{name} must be off, got generation mode {mode.value!r}; {INSTEAD[name]}")
     if inputs.get("inputs_embeds") is not None:
         raise ValueError(
             "prompts must be input_ids, got inputs_embeds, whose tokens drafters cannot read; give "
             "ids"
         )
-    shown = sorted(name for name in inputs if name in PICTURES and inputs[name] is not None)
-    if config.prefill_chunk_size is not None and shown:
+    images = sorted(name for name in inputs if name in PICTURES and inputs[name] is not None)
+    if config.prefill_chunk_size is not None and images:
         raise ValueError(
-            f"prefill_chunk_size must be off for prompts with {', '.join(shown)}, which are read "
+            f"prefill_chunk_size must be off for prompts with {', '.join(images)}, which are read "
             f"whole, got {config.prefill_chunk_size}; leave it out"
         )
-    wanted = [name for name in NOT_OUTPUTS if getattr(config, name)]
-    if wanted and config.return_dict_in_generate:  # without a dictionary they are not returned
+    outputs = [name for name in NOT_OUTPUTS if getattr(config, name)]
+    if outputs and config.return_dict_in_generate:  # without a dictionary they are not returned
         raise ValueError(
-            f"{wanted[0]} must be off, got {getattr(config, wanted[0])}: rounds score trees, so "
-            "there is not one forward a token to return; leave it out, or score the sequences with "
-            "one forward of the model"
+            f"{outputs[0]} must be off, got {getattr(config, outputs[0])}: rounds score trees, so "
+            "no forward belongs to one token; leave it out, or score the sequences with one "
+            "forward of the model"
         )
 
 
-def _joined(
-    input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig, given: GivenCache
+def _padded_output(
+    input_ids: Tensor, end: Progress, width: int | None, config: GenerationConfig, cache: GivenCache
 ) -> Any:
     """Prompts and answers [B, L + T], padded as generate does; T defaults to the longest answer."""
     width = int(end.counts.max()) if width is None else width
@@ -339,7 +339,7 @@ def _joined(
     answers = end.tokens[:, :width].masked_fill(column >= end.counts[:, None], pad)
     sequences: Any = torch.cat([input_ids, answers], dim=1)
     if config.return_dict_in_generate:
-        made: Any = GenerateDecoderOnlyOutput(sequences=sequences)
-        made[next(name for name in CACHES if hasattr(made, name))] = given.cache
-        return made
+        output: Any = GenerateDecoderOnlyOutput(sequences=sequences)
+        output[next(name for name in CACHES if hasattr(output, name))] = cache.cache
+        return output
     return sequences

@@ -29,12 +29,12 @@ KINDS = (DynamicLayer, StaticLayer)  # layers that keep all keys and values
 
 
 class GivenCache:
-    """The cache among a call's arguments ``given``; see :func:`specmm.custom_generate`."""
+    """The cache among a call's ``arguments``; see :func:`specmm.custom_generate`."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        found = next((given[name] for name in CACHES if given.get(name) is not None), None)
-        own = found is None or not getattr(found, "_is_user_defined", False)  # generate's, empty
-        self.cache: TransformersCache | None = None if own else found
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        cache = next((arguments[name] for name in CACHES if arguments.get(name) is not None), None)
+        new = cache is None or not getattr(cache, "_is_user_defined", False)  # generate's, empty
+        self.cache: TransformersCache | None = None if new else cache
         layers: Any = getattr(self.cache, "layers", ())
         counts = [int(x.get_seq_length()) for x in layers if hasattr(x, "get_seq_length")]
         begun = any(getattr(x, "is_initialized", False) for x in layers)
@@ -53,8 +53,8 @@ class GivenCache:
                 "and give the whole prompt"
             )
         pairs = [(layer.keys, layer.values) for layer in layers]
-        known = [part[:, :, : self.tokens] for pair in pairs for part in pair]
-        return partial(ResumedTarget, model, known)
+        arrays = [part[:, :, : self.tokens] for pair in pairs for part in pair]
+        return partial(ResumedTarget, model, arrays)
 
     def keep(self, target: VLMTarget, end: Progress) -> None:
         """Append the tokens that a run of ``target`` read (all but the last one) to the cache, if
@@ -93,7 +93,7 @@ class ResumedTarget(VLMTarget):
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
-        """As :meth:`VLMTarget.prefill`, of the tokens that are not known."""
+        """As :meth:`VLMTarget.prefill`, of the tokens after the known ones."""
         self.check(prompt, scratch)
         self._check_known(prompt)
         reading = Reading(
@@ -110,18 +110,19 @@ class ResumedTarget(VLMTarget):
 
     def _arrays(self) -> list[Tensor]:
         """The known keys and values, as the arrays [A, n, H, D] of our cache."""
-        found: list[list[Tensor]] = [[] for _ in self.cache.arrays]
-        places = [place for pair in self.cache.pairs for place in pair]
-        for (array, _), part in zip(places, self.known, strict=True):
-            found[array].append(part[0].transpose(0, 1).to(self.device, self.dtype))
-        return [torch.stack(parts) for parts in found]
+        by_array: list[list[Tensor]] = [[] for _ in self.cache.arrays]
+        slots = [slot for pair in self.cache.pairs for slot in pair]
+        for (array, _), part in zip(slots, self.known, strict=True):
+            by_array[array].append(part[0].transpose(0, 1).to(self.device, self.dtype))
+        return [torch.stack(parts) for parts in by_array]
 
     def _check_known(self, prompt: VLMPrompt) -> None:
+        """Raise ``ValueError`` for a prompt that cannot continue the cache."""
         count = self.known[0].shape[2]
         if len(prompt.lengths) > 1 or prompt.padded:
-            what = "padding" if len(prompt.lengths) == 1 else f"{len(prompt.lengths)} rows"
+            problem = "padding" if len(prompt.lengths) == 1 else f"{len(prompt.lengths)} rows"
             raise ValueError(
-                f"a cache that holds tokens must be of one prompt without padding, got {what}; "
+                f"a cache that holds tokens must be of one prompt without padding, got {problem}; "
                 "leave it out, or ask one at a time"
             )
         if count >= prompt.width:
@@ -129,13 +130,13 @@ class ResumedTarget(VLMTarget):
                 f"the prompt must be longer than the {count} tokens that its cache holds, "
                 f"got {prompt.width}; give the whole text, of which they are the beginning"
             )
-        shown = torch.isin(prompt.input_ids, torch.tensor(self.image_tokens, device=self.device))
-        if bool(shown[:, count:].any()):
+        pictures = torch.isin(prompt.input_ids, torch.tensor(self.image_tokens, device=self.device))
+        if bool(pictures[:, count:].any()):
             raise ValueError(
                 f"pictures must be among the {count} tokens that the cache holds, got some after "
                 "them; leave it out and give the whole prompt"
             )
-        if self.family.mrope and bool(shown.any()) and not prompt.vision:
+        if self.family.mrope and bool(pictures.any()) and not prompt.vision:
             raise ValueError(
                 "the positions of pictures that the cache holds must be known, got no pictures; "
                 "give them, too"

@@ -33,7 +33,7 @@ from specmm.verify.claims import run_claim
 @dataclass(kw_only=True)
 class Answered:
     """Fields that all outputs share: ``tokens`` [B] of ids (an end token included), ``stats``,
-    ``certificate``, ``method``, and ``compiled``, whether rounds were programs or graphs.
+    ``certificate``, ``method``, and ``compiled`` (whether programs or CUDA graphs ran the rounds).
     ``prompt_tokens`` [B] counts the prompt's tokens, those of pictures included; ``finish_reasons``
     [B] are "stop" or "length", and ``taus`` [B] are tokens a round.
     """
@@ -49,27 +49,27 @@ class Answered:
 
 
 class Chosen(NamedTuple):
-    """The ``method`` that runs, its ``name``, and the record that its seconds go to, if any."""
+    """The ``method`` to run, its ``name``, and the record for its seconds, if any."""
 
     method: Any
     name: str
     record: Record | None = None
 
     def timed(self, steps: Iterator[Progress]) -> Iterator[Progress]:
-        """``steps`` of the run, of which the record takes a sample."""
+        """The ``steps`` of the run, timed for the record."""
         return steps if self.record is None else self.record.called(self.method, steps)
 
 
 @dataclass
 class PromptBatch:
-    """The ``count`` prompts of a call; ``of`` prepares some, ``batch_size`` at a time (0: all)."""
+    """The ``count`` prompts of a call, ``batch_size`` at a time (0: all); ``of`` prepares some."""
 
     of: Callable[[slice], VLMPrompt]  # on the CPU: those that wait need no room elsewhere
     count: int
     batch_size: int = 0
 
     def first(self, target: VLMTarget) -> VLMPrompt:
-        """The prompts that rows begin with, with room for the waiting ones.
+        """The prompts that the rows begin with, with room for waiting prompts.
 
         Raises ``ValueError`` for prompts that ``target`` cannot hold.
         """
@@ -86,15 +86,15 @@ class PromptBatch:
             )
         prompt = self.of(slice(rows))
         self.waiting = {i: self.of(slice(i, i + 1)) for i in range(rows, self.count)}
-        each = (prompt, *self.waiting.values())
-        self.lengths = [length for one in each for length in one.lengths.tolist()]
+        prompts = (prompt, *self.waiting.values())
+        self.lengths = [length for row in prompts for length in row.lengths.tolist()]
         prompt.longest = max((p.width for p in self.waiting.values()), default=0)
-        for one in each:
-            target.check(one)
+        for row in prompts:
+            target.check(row)
         return prompt.to(target.device, target.dtype)
 
     def queue(self, target: VLMTarget, generators: Sequence[torch.Generator]) -> Queue | None:
-        """The prompts by number; None where all are answered at once."""
+        """The queue of all prompts; None if all are answered at once."""
 
         def prompt(number: int) -> VLMPrompt:
             return self.waiting.pop(number).to(target.device, target.dtype)
@@ -153,7 +153,7 @@ class RoundText:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text of all pieces."""
         return "".join(text for text, _ in self.pieces)
 
 
@@ -183,7 +183,7 @@ class Run:
 
     @property
     def compiled(self) -> bool:
-        """Whether programs have played rounds: graphs only once some were alike."""
+        """Whether programs have run rounds; CUDA graphs do so only after some uncompiled rounds."""
         if isinstance(self.play, GraphRound):
             return self.play.recorded is not None
         return self.play is not one_round
@@ -224,46 +224,44 @@ class Run:
                 "batch_size must be 0 for a stream, which shows all answers as they grow"
             )
         self._played_ahead(False)
-        shown: list[str] = []  # of each row so far
+        texts: list[str] = []  # of each row so far
         counted: list[int] = []  # its tokens
         for progress in self.steps:
             rows = _committed(progress)
             ended = (progress.counts >= progress.limits).tolist()
-            shown = shown or [""] * len(rows)
+            texts = texts or [""] * len(rows)
             counted = counted or [0] * len(rows)
-            made = [len(ids) for ids in rows]
-            if made == counted:
+            counts = [len(ids) for ids in rows]
+            if counts == counted:
                 continue  # the last progress, which only adds the counts of the run
-            gained = _gained(progress) if apart else [(0, 0)] * len(rows)
-            found = []
+            gained = _gains_by_row(progress) if apart else [(0, 0)] * len(rows)
+            round_texts = []
             for row, ids in enumerate(rows):
-                pieces = self._pieces(ids, ended[row], shown[row], *gained[row])
-                found.append(RoundText(pieces, made[row] - counted[row]))
-                shown[row] += found[-1].text
-            counted = made
-            yield found
+                pieces = self._pieces(ids, ended[row], texts[row], *gained[row])
+                round_texts.append(RoundText(pieces, counts[row] - counted[row]))
+                texts[row] += round_texts[-1].text
+            counted = counts
+            yield round_texts
 
     def _pieces(
         self, ids: Tensor, ended: bool, shown: str, taken: int, drafted: int
     ) -> list[tuple[str, bool]]:
-        """The text of ``ids`` after what was ``shown`` of it, split where the last round's drafts
-        begin and end.
-        """
-        whole = self.stops.cut(ids) if ended else self.stops.sure(ids)
-        if not (ended or whole.startswith(shown)):
+        """The text of ``ids`` after ``shown``, split where the last round's drafts lie."""
+        text = self.stops.cut(ids) if ended else self.stops.sure(ids)
+        if not (ended or text.startswith(shown)):
             return []  # shown text is never changed; more follows once the whole text extends it
         first, begin = len(ids) - taken, len(shown)
         ends = [len(self.stops.shown(ids[:n])) for n in (first, first + drafted)] if drafted else []
-        bounds = [begin, *(min(max(end, begin), len(whole)) for end in ends), len(whole)]
-        pieces = [(whole[a:b], i == 1 and drafted > 0) for i, (a, b) in enumerate(pairwise(bounds))]
+        bounds = [begin, *(min(max(end, begin), len(text)) for end in ends), len(text)]
+        pieces = [(text[a:b], i == 1 and drafted > 0) for i, (a, b) in enumerate(pairwise(bounds))]
         return [piece for piece in pieces if piece[0]]
 
     def certificate(self, end: Progress) -> Certificate:
-        """The run's certificate at its ``end``."""
+        """The certificate of the run, from its last progress ``end``."""
         return run_claim(self.rule, end, self.drafter).under(self.settings)
 
     def told(self, tokens: list[Tensor], end: Progress) -> dict[str, Any]:
-        """The fields of :class:`Answered`, for the run at its ``end``."""
+        """The fields of :class:`Answered`, from the run's last progress ``end``."""
         return dict(
             tokens=tokens,
             stats=end.stats,
@@ -286,12 +284,12 @@ def finish_reason(
     return "stop" if stopped else "length"
 
 
-def _gained(progress: Progress) -> list[tuple[int, int]]:
+def _gains_by_row(progress: Progress) -> list[tuple[int, int]]:
     """By row, tokens of the last round and accepted drafts among them."""
     assert progress.gained is not None
-    taken, kept = (part.tolist() for part in progress.gained)
+    taken, accepted = (part.tolist() for part in progress.gained)
     # the last of those kept is the target's own
-    return [(t, min(t, k - 1)) for t, k in zip(taken, kept, strict=True)]
+    return [(t, min(t, k - 1)) for t, k in zip(taken, accepted, strict=True)]
 
 
 def _committed(progress: Progress) -> list[Tensor]:

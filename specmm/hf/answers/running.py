@@ -75,10 +75,10 @@ def check_continuous_batching(method: Method, batch_size: int) -> None:
 class Pipeline:
     """Base class of the question and text pipelines.
 
-    ``model``; the PEFT model that put an ``adapter`` into it (None: there is none); ``tokenizer``;
-    ``drafters`` loaded for it; ``records`` of the measurements of method ``auto``; programs and
-    graphs ``kept`` for later calls; ``registry``: the methods, among which ``auto`` chooses;
-    ``usual``: options of a call whose default differs in this pipeline.
+    ``model``; the PEFT model around it if it has an ``adapter``, else None; ``tokenizer``; the
+    ``drafters`` loaded for it; ``records`` of method ``auto``'s measurements; programs and CUDA
+    graphs ``kept`` for later calls; ``registry``: the pipeline's methods; ``usual``: options whose
+    default differs in this pipeline.
     """
 
     model: Any
@@ -98,8 +98,8 @@ class Pipeline:
         self.name = name
         method, drafter = with_own(self.registry, method, drafter)
         self.method = methods.make(self.registry, method)
-        given = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
-        self.drafters = Drafters(folder, name, self.model, given)
+        drafters = {} if drafter is None else {self.drafter_kind(self.method, drafter): drafter}
+        self.drafters = Drafters(folder, name, self.model, drafters)
         self.records = {}
         self.kept = KeptRounds()
 
@@ -132,28 +132,26 @@ class Pipeline:
         """
         method, drafter = with_own(cls.registry, method, drafter)
         resolved = methods.make(cls.registry, method or cls.default_method(drafter))
-        wanted = Place.named(device, dtype, torch_dtype, device_map)
+        requested = Place.named(device, dtype, torch_dtype, device_map)
         base, adapter = base_of(name)
-        folder = cls._found(base, Source(None, revision, cache_dir, download))
-        placing = Placing.of(folder, wanted, device_map, quantization_config, variant)
+        folder = cls._folder_of(base, Source(None, revision, cache_dir, download))
+        placing = Placing.of(folder, requested, device_map, quantization_config, variant)
         model, reader = cls.placed(folder, placing)
         prepack(use_tree_attention(model))
         if isinstance(drafter, str | Path):
-            place = find(drafter)
-            drafter = load_drafter(cls.drafter_kind(resolved, place), place, model)
+            path = find(drafter)
+            drafter = load_drafter(cls.drafter_kind(resolved, path), path, model)
         model = with_adapter(model, adapter)
         return cls(model, reader, resolved, drafter, folder, str(name))
 
     @classmethod
-    def _found(cls, name: str | Path, source: Source) -> Path:
-        """The folder of a model called ``name``, which may come from a ``source``."""
+    def _folder_of(cls, name: str | Path, source: Source) -> Path:
+        """The folder of the model ``name``, perhaps fetched as the ``source`` says."""
         raise NotImplementedError
 
     @classmethod
     def placed(cls, folder: Path, placing: Placing) -> tuple[Any, Any]:
-        """The model in ``folder`` on its device, weights not prepacked, and its tokenizer or
-        processor.
-        """
+        """The model in ``folder``, placed but not prepacked, and its tokenizer or processor."""
         model, reader = cls._loaded(folder, placing)
         return placing.put(model), reader
 
@@ -178,8 +176,8 @@ class Pipeline:
 
         A dtype does not change complex numbers.
         """
-        wanted = torch._C._nn._parse_to(*args, **kwargs)
-        device, dtype = wanted[0] or self.model.device, wanted[1] or self.model.dtype
+        parsed = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = parsed[0] or self.model.device, parsed[1] or self.model.dtype
         if is_quantised(self.model):
             self.model.to(*args, **kwargs)
         else:
@@ -205,34 +203,33 @@ class Pipeline:
 
     @property
     def reader(self) -> Any:
-        """The tokenizer, or the processor around it."""
+        """The tokenizer, or the processor that holds it."""
         return self.tokenizer
 
-    def options(self, given: Mapping[str, Any]) -> Options:
-        """The options of a call from those ``given``; by default the repetition penalty, stop texts
-        and settings that change all scores are the checkpoint's own. Raises ``ValueError`` as
-        :meth:`Options.of`.
+    def options(self, call_options: Mapping[str, Any]) -> Options:
+        """The ``call_options``, by default with the checkpoint's own repetition penalty, stop texts
+        and settings that change all scores. Raises ``ValueError`` as :meth:`Options.of`.
         """
-        found = Options.of(given, **own_settings(self.model), **self.usual)
-        if idle := idle_options(given, found.method or self.method):
-            said = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
-            warnings.warn(said, IdleOption, stacklevel=2)
-        return found
+        options = Options.of(call_options, **own_settings(self.model), **self.usual)
+        if idle := idle_options(call_options, options.method or self.method):
+            problem = f"{idle[0]} changes nothing at temperature 0; give a temperature to sample"
+            warnings.warn(problem, IdleOption, stacklevel=2)
+        return options
 
     def constrain(
         self, target: VLMTarget, method: Method, options: Options, prompt: VLMPrompt
     ) -> None:
-        """Give ``target`` the processor of ``options`` with a grammar or settings of generate's."""
+        """Give ``target`` the processor for ``options`` with a grammar or generate's settings."""
         compiled = None
         if options.grammar is not None:
             vocabulary = target.family.vocabulary
             compiled = of_call(options.grammar).compiled(self.tokenizer, vocabulary, self.ends())
         if options.more:
             ids = prompt.at_left()[0]["input_ids"]
-            made = processors_of(self.model, options, ids, compiled)
+            processors = processors_of(self.model, options, ids, compiled)
             sample = not options.processor.greedy
             settings = options.settings
-            target.processor = processor = PathProcessor(made, ids, sample, settings)
+            target.processor = processor = PathProcessor(processors, ids, sample, settings)
             processor.drafts = method.drafts
         elif compiled is not None:
             matchers = Matchers([compiled])
@@ -244,7 +241,7 @@ class Pipeline:
         return Continuations(self.tokenizer)
 
     def text(self, ids: Ids) -> str:
-        """The text of ``ids`` by themselves, without a last character that is not whole."""
+        """The text of ``ids`` alone, without an incomplete last character."""
         return self.texts.decode(ids)
 
     def stops(self, options: Options) -> StopStrings:
@@ -252,8 +249,8 @@ class Pipeline:
         if options.draw:
             raise ValueError("draw=True is for VQAPipeline and models that draw; leave it out")
         texts = self.texts
-        shown = self.text if options.chat else texts.behind
-        return StopStrings(options.stops, texts.whole, shown, texts.tidied)
+        decode_text = self.text if options.chat else texts.behind
+        return StopStrings(options.stops, texts.whole, decode_text, texts.tidied)
 
     def drafter(self, kind: str) -> Any:
         """The drafter of method ``kind``, loaded at first use; None if it needs none."""
@@ -298,8 +295,8 @@ class Pipeline:
             return str(methods.AR.name)
         if of_others(drafter):
             return str(methods.Draft.name)
-        place = find(drafter) if isinstance(drafter, str | Path) else drafter
-        return cls.drafter_kind(methods.Auto(), place)
+        found = find(drafter) if isinstance(drafter, str | Path) else drafter
+        return cls.drafter_kind(methods.Auto(), found)
 
     @classmethod
     def drafter_kind(cls, method: Any, drafter: object = None) -> str:
@@ -310,11 +307,11 @@ class Pipeline:
             return str(method.name)
         kind = method_of(drafter)
         if kind not in KINDS or kind not in cls.registry:
-            given = drafter if isinstance(drafter, Path) else f"a {type(drafter).__name__}"
+            got = drafter if isinstance(drafter, Path) else f"a {type(drafter).__name__}"
             raise ValueError(
-                f"drafter must be of a method here, got {given} for method {kind or 'none'}; give "
-                f"one of {', '.join(name for name in KINDS if name in cls.registry)}, or name the "
-                "method"
+                "drafter must be for one of the methods "
+                f"{', '.join(name for name in KINDS if name in cls.registry)}, got {got} for "
+                f"method {kind or 'none'}; give another, or name the method"
             )
         return kind
 
@@ -331,8 +328,8 @@ class Pipeline:
         kinds = kinds_of(list(self.registry), self.drafters)
         parts = (self.drafters, target)
         record = record_of(kinds, *parts, prompt, self.records, self.tokenizer, share)
-        found = choose(record, *parts, prompt, self.tokenizer, share)
-        return Chosen(found, f"auto: {methods.label(found)} ({record.reason()})", record)
+        choice = choose(record, *parts, prompt, self.tokenizer, share)
+        return Chosen(choice, f"auto: {methods.label(choice)} ({record.reason()})", record)
 
     def captures(self, options: Options) -> bool:
         """Whether ``options`` ask for graphs or leave the choice, and the model is on a GPU.
@@ -356,25 +353,25 @@ class Pipeline:
             return partial(round_program, self.model.device)
         if options.stops and asked:
             raise NotCompiled(
-                "compiled=True looks for end tokens only, got stop, which reads the text between "
-                "rounds; leave one of them out"
+                "compiled=True finds only end tokens, got stop texts, which are looked for "
+                "between rounds; leave one of them out"
             )
         rounds = options.max_new_tokens // (USUAL if method.drafts else 1)
         if method.captured and not options.stops and (asked or rounds >= WORTH):
             return partial(GraphRound, quiet=not asked)
         if asked:
             raise NotCompiled(
-                "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or fixed "
-                f"trees (nothing in a round is decided by the host), got {method}"
+                "compiled=True on a GPU needs ar, msd, eagle3 or a block drafter's chains or "
+                f"fixed trees, whose rounds need no decision of the host, got {method}"
             )
         return None
 
     def ends(self) -> list[int]:
         """The model's end tokens."""
         generation = self.model.generation_config
-        found = None if generation is None else generation.eos_token_id
-        found = self.model.config.get_text_config().eos_token_id if found is None else found
-        return [found] if isinstance(found, int) else list(found or [])
+        eos = None if generation is None else generation.eos_token_id
+        eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
+        return [eos] if isinstance(eos, int) else list(eos or [])
 
     def parts_of(self, method: Method, target: VLMTarget) -> Assembly | None:
         """The drafter and rule of ``method``; None for plain decoding."""
@@ -393,14 +390,14 @@ class Pipeline:
         if make is None or (not captures(device) and self.kept.busy(key)):
             self.kept.make_room(device, taken=False, more=False)
             return SharedRounds(target, self.parts_of(method, target), one_round)
-        found = self.kept.take(key)
-        self.kept.make_room(device, taken=found is not None, more=found is None)
-        if found is None:
+        rounds = self.kept.take(key)
+        self.kept.make_room(device, taken=rounds is not None, more=rounds is None)
+        if rounds is None:
             if not captures(device):
                 target = StaticVLMTarget(self.model, options.processor, self.name)
-            found = SharedRounds(target, self.parts_of(method, target), make())
-            self.kept.keep(key, found)
-        return found
+            rounds = SharedRounds(target, self.parts_of(method, target), make())
+            self.kept.keep(key, rounds)
+        return rounds
 
     def _key(self, method: Method, options: Options) -> Key:
         """The key of such rounds, as long as their networks stay as they are."""
@@ -441,8 +438,8 @@ class Pipeline:
             prompt_tokens=prompts.lengths, longest=length, ends=frozenset(self.ends())
         )
         if criteria := options.more.get("stopping_criteria"):
-            own = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
-            stop = all_of(stop, Criteria(own, prompt.at_left()[0]["input_ids"]))
+            criteria_list = StoppingCriteriaList([*criteria, EosTokenCriteria(self.ends())])
+            stop = all_of(stop, Criteria(criteria_list, prompt.at_left()[0]["input_ids"]))
         if parts is None and queue is None and not isinstance(play, GraphRound):
             steps = chosen.timed(decode_plain(target, prompt, length, uniforms, stop=stop))
             return Run(name, shared.alone(steps), None, stops, settings, play=play, **told)
@@ -463,16 +460,16 @@ class Pipeline:
         if queue is None:  # with a queue, rows restart within a run
             steps = chosen.timed(steps)
         ran = (rule, drafter) if parts else (None, None)
-        rest = (queue, ran[1], play)
-        return Run(name, shared.alone(steps), ran[0], stops, settings, *rest, **told)
+        common = (queue, ran[1], play)
+        return Run(name, shared.alone(steps), ran[0], stops, settings, *common, **told)
 
 
 def check_compiled(method: Method, options: Options) -> None:
     """Raise ``ValueError`` for methods and options that compiled rounds do not serve."""
     if not method.static_shapes:
         raise NotCompiled(
-            "compiled=True needs ar or a block drafter's chains or fixed trees (rounds all "
-            f"alike), got {method}"
+            "compiled=True needs ar or a block drafter's chains or fixed trees, whose rounds "
+            f"have equal shapes, got {method}"
         )
     if options.stops or options.batch_size:
         raise NotCompiled(

@@ -30,7 +30,7 @@ class SharedRounds:
     target: VLMTarget
     parts: Assembly | None
     play: Play
-    user: weakref.ref[Generator[Progress, None, None]] | None = None
+    user: weakref.ref[Generator[Progress, None, None]] | None = None  # the run that uses it
 
     @property
     def busy(self) -> bool:
@@ -49,14 +49,14 @@ class SharedRounds:
         def each() -> Generator[Progress, None, None]:
             yield from steps
 
-        rest = each()
-        self.user = weakref.ref(rest)
-        return rest
+        rounds = each()
+        self.user = weakref.ref(rounds)
+        return rounds
 
 
 class KeptRounds:
-    """Cache of the programs or graphs of at most ``most`` calls, each with its own memory. Keys
-    have the method, the options and the networks' versions, the model's last.
+    """Cache of the programs or CUDA graphs of at most ``most`` calls, each with its own memory.
+    Keys hold the method, the options and the networks' versions, the model's last.
     """
 
     def __init__(self) -> None:
@@ -73,8 +73,8 @@ class KeptRounds:
         return key in self.found and self.found[key].busy
 
     def take(self, key: Key) -> SharedRounds | None:
-        """The rounds of ``key`` if no run uses them; drops those of another model's version."""
-        self.found = {k: one for k, one in self.found.items() if k[-1] == key[-1]}
+        """The rounds of ``key`` if no run uses them; drops rounds of other model versions."""
+        self.found = {k: kept for k, kept in self.found.items() if k[-1] == key[-1]}
         shared = self.found.pop(key, None)
         if shared is None or shared.busy or shared.failed:
             return None
@@ -85,8 +85,8 @@ class KeptRounds:
         """Evict before a run: the oldest entries above ``most`` (counting a new one if ``more``),
         and on a nearly full ``device`` all but the newest, if the run has ``taken`` that one.
         """
-        kept = self.most - more
-        while len(self.found) > kept or (len(self.found) > taken and is_nearly_full(device, SPARE)):
+        room = self.most - more
+        while len(self.found) > room or (len(self.found) > taken and is_nearly_full(device, SPARE)):
             del self.found[next(iter(self.found))]
 
     def keep(self, key: Key, shared: SharedRounds) -> None:

@@ -77,9 +77,10 @@ class AssistantDrafter:
         self.growth.begin(Cache(size, self.target.dtype, self.target.device))
 
     def start_row(self, row: int) -> None:
-        """See :class:`specmm.core.drafter.BatchingDrafter`: it stores nothing for a row."""
+        """Does nothing: the drafter stores nothing for a row."""
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain or tree from the target's state before the latest token."""
         hidden = feedback.output.hidden[:, -1]
         if feedback.result is not None:
             last = feedback.result.kept.clamp(min=1) - 1
@@ -109,11 +110,11 @@ class AssistantDrafter:
             return self._states(tokens, self.model.post_projection(hidden))
 
     def _states(self, tokens: Tensor, before: Tensor) -> Tensor:
-        """States [B, N, D] after ``tokens`` [B, N] and the target's or like states [B, N, C]."""
-        both = torch.cat([self.target.embed(tokens), before], -1)
+        """States [B, N, D] after ``tokens`` [B, N] and states ``before`` [B, N, C]."""
+        inputs = torch.cat([self.target.embed(tokens), before], -1)
         count = tokens.shape[1]
         states: Tensor = self.model.model(
-            inputs_embeds=self.model.pre_projection(both),
+            inputs_embeds=self.model.pre_projection(inputs),
             attention_mask={k: mask.expand(-1, -1, count, -1) for k, mask in self.masks.items()},
             position_ids=self.position.expand(-1, count),
             shared_kv_states=dict(self.shared),
@@ -123,7 +124,7 @@ class AssistantDrafter:
         return states
 
     def _look_at_target(self) -> None:
-        """Point to the target's keys and values of this round, their mask and position."""
+        """Refer to the target's keys and values of this round, their mask and position."""
         cache = self.target.cache
         capacity = cache.size.capacity
         self.shared = {}
@@ -149,15 +150,15 @@ def clustered(clusters: Any, states: Tensor, weight: Tensor) -> Tensor:
     likeliest = clusters.centroids(states).topk(count).indices  # [B, N, count]
     members = clusters.token_ordering.long().view(clusters.num_centroids, -1)
     tokens = members[likeliest].flatten(2)  # [B, N, n]
-    found = (weight[tokens] @ states[..., None])[..., 0].float()
-    logits = found.new_full((*states.shape[:2], len(weight)), float("-inf"))
-    return logits.scatter_(-1, tokens, found)
+    scores = (weight[tokens] @ states[..., None])[..., 0].float()
+    logits = scores.new_full((*states.shape[:2], len(weight)), float("-inf"))
+    return logits.scatter_(-1, tokens, scores)
 
 
 def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
     """For each kind of the assistant's layers, the layer of the target's cache it attends to.
 
-    Raises ``ValueError`` when it is an assistant of another target.
+    Raises ``ValueError`` for an assistant of another target.
     """
     forward = getattr(model, "forward", None)
     if forward is None or SHARED not in inspect.signature(forward).parameters:
@@ -171,23 +172,23 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
         ("width", model.config.backbone_hidden_size, int(family.config.hidden_size)),
         ("vocabulary", text.vocab_size, family.vocabulary),
     )
-    for what, found, wanted in pairs:
-        if found != wanted:
+    for name, ours, theirs in pairs:
+        if ours != theirs:
             raise ValueError(
-                f"drafter must be for the target's {what} {wanted}, got {found}; use the assistant "
+                f"drafter must be for the target's {name} {theirs}, got {ours}; use the assistant "
                 "made for it"
             )
     kinds = getattr(family.config, "layer_types", None) or ()
-    kept = [(kind, size) for kind, size in zip(kinds, family.layer_sizes, strict=False) if size]
-    last = {kind: number for number, (kind, _) in enumerate(kept)}
+    caching = [(kind, size) for kind, size in zip(kinds, family.layer_sizes, strict=False) if size]
+    last = {kind: number for number, (kind, _) in enumerate(caching)}
     for number, kind in enumerate(text.layer_types):
-        one = text.per_layer_config[number]
-        attended = LayerSize(one.num_key_value_heads, one.head_dim, one.head_dim)
-        if kind not in last or kept[last[kind]][1] != attended:
-            size = kept[last[kind]][1] if kind in last else None
+        layer = text.per_layer_config[number]
+        attended = LayerSize(layer.num_key_value_heads, layer.head_dim, layer.head_dim)
+        if kind not in last or caching[last[kind]][1] != attended:
+            size = caching[last[kind]][1] if kind in last else None
             raise ValueError(
-                f"drafter must attend what the target keeps of a token in its {kind} layers, "
-                f"{size}, got an assistant for {attended}; use the one made for it"
+                f"drafter must attend to the cache entries of the target's {kind} layers, of size "
+                f"{size}, got an assistant for {attended}; use the target's own"
             )
     return last
 
@@ -195,7 +196,7 @@ def _sources(model: PreTrainedModel, target: VLMTarget) -> dict[str, int]:
 def load_assistant(folder: Path, target: PreTrainedModel, method: str) -> PreTrainedModel:
     """The assistant in ``folder``, in the dtype and on the device of the ``target`` model.
 
-    Raises ``ValueError`` where transformers cannot build one: 5.23 cannot.
+    Raises ``ValueError`` if the installed transformers cannot build it, as 5.23.
     """
     text: Any = load_config(folder).get_text_config()
     try:
@@ -206,8 +207,8 @@ def load_assistant(folder: Path, target: PreTrainedModel, method: str) -> PreTra
             f"{transformers.__version__}; install transformers 5.24 or newer"
         ) from error
     model: Any = load_model(AutoModelForCausalLM, folder, dtype=target.dtype)
-    found: PreTrainedModel = prepack(model.to(target.device).eval())
-    return found
+    assistant: PreTrainedModel = prepack(model.to(target.device).eval())
+    return assistant
 
 
 def make(

@@ -1,8 +1,8 @@
 """Recognises the content of a folder: a drafter in one of the supported layouts, or a model that
 can draft or be a target.
 
-Only ``config.json`` and the headers of safetensors files are read, never a weight. A new layout is
-one entry of ``FORMATS``; the first entry that matches counts.
+Only ``config.json`` and the headers of safetensors files are read, never a weight. To add a layout,
+add an entry to ``FORMATS``; the first entry that matches counts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ModelFolder:
 
     @cached_property
     def layer(self) -> Facts:
-        """The sizes of a layer, wherever a layout has them."""
+        """The part of the config that holds a layer's sizes; layouts nest it differently."""
         for name in ("transformer_layer_config", "text_config"):
             if isinstance(self.facts.get(name), Mapping):
                 return {**self.facts[name]}
@@ -74,20 +74,21 @@ class ModelFolder:
         if (self.path / INDEX).is_file():
             names = set(read_json(self.path / INDEX).get("weight_map", {}).values())
             return [self.path / Path(name).name for name in sorted(names)]
-        found = [self.path / name for name in FOLDER_NAMES if (self.path / name).is_file()]
-        return found[:1]
+        files = [self.path / name for name in FOLDER_NAMES if (self.path / name).is_file()]
+        return files[:1]
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
         """The tensors by their headers; none of pickled files, which would have to be read."""
-        found: dict[str, Weight] = {}
+        weights: dict[str, Weight] = {}
         for file in self.files:
             if file.suffix not in PICKLED:
-                found |= _header(file)
-        return found
+                weights |= _header(file)
+        return weights
 
 
 def _header(file: Path) -> dict[str, Weight]:
+    """The tensors in a safetensors ``file``, by its header alone."""
     try:
         with safe_open(file, "pt") as opened:
             parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -103,10 +104,10 @@ class DrafterFormat:
     """A layout: its ``title``, whether a folder ``matches`` it, and the ``methods`` that use it,
     the best first.
 
-    Of ``own`` layouts the drafter belongs to one target; others are models by themselves. A layout
-    that can also be a target has a ``command`` that runs it. ``exports`` are functions that write
-    it as another layout, ``"module:name"`` by the layout's name: ``(folder, target model, out)``;
-    they may return a note for the user.
+    A drafter in an ``own`` layout belongs to one target; other layouts are of complete models. A
+    layout that can also be a target has a ``command`` that runs it. ``exports`` are functions that
+    write it as another layout, ``"module:name"`` by the layout's name: ``(folder, target model,
+    out)``; they may return a note for the user.
     """
 
     title: str
@@ -118,7 +119,7 @@ class DrafterFormat:
 
 
 def _named(*kinds: str) -> Callable[[ModelFolder], bool]:
-    """Whether speculators' layout says one of ``kinds``."""
+    """A test whether a folder in speculators' layout names one of ``kinds``."""
     return lambda folder: folder.facts.get(SPECULATORS) in kinds
 
 
@@ -131,11 +132,12 @@ def _type(folder: ModelFolder) -> str:
 
 
 def _is_dflash(folder: ModelFolder) -> bool:
-    given = {**folder.facts, **(folder.facts.get("dflash_config") or {})}
-    return "dflash_config" in folder.facts or all(name in given for name in DFLASH)
+    values = {**folder.facts, **(folder.facts.get("dflash_config") or {})}
+    return "dflash_config" in folder.facts or all(name in values for name in DFLASH)
 
 
 def _is_msd(folder: ModelFolder) -> bool:
+    """Whether ``folder`` holds an MSD head, ours or released."""
     nested = "text_config" in folder.facts or "vision_config" in folder.facts
     shared = bool(folder.facts.get("target_embeddings")) and not nested
     pickled = not folder.weights and bool(folder.files)
@@ -145,7 +147,7 @@ def _is_msd(folder: ModelFolder) -> bool:
 
 
 def sees(folder: ModelFolder) -> bool:
-    """Whether it is a vision-language model."""
+    """Whether the folder holds a vision-language model."""
     return any(name in folder.facts for name in ("vision_config", "language_model", LLAVA))
 
 
@@ -230,23 +232,23 @@ FORMATS: tuple[DrafterFormat, ...] = (
 
 def recognised(folder: ModelFolder) -> DrafterFormat:
     """The layout of ``folder``; raises ``ValueError`` if it is unknown."""
-    found = next((one for one in FORMATS if one.matches(folder)), None)
-    if found is None:
+    match = next((known for known in FORMATS if known.matches(folder)), None)
+    if match is None:
         kind = folder.facts.get("model_type") or folder.facts.get("architectures")
         raise ValueError(
             f"{folder.path} must hold a drafter or a model of a known layout, got a config.json of "
             f"{kind!r}; specmm methods lists what drafts"
         )
-    return found
+    return match
 
 
 def mtp_layers(folder: ModelFolder) -> int:
-    """The layers for multi-token prediction in the checkpoint of a target.
+    """The number of layers for multi-token prediction in a target's checkpoint.
 
-    Its config says how many, or else the names of their weights.
+    It comes from the config, or else from the names of the weights.
     """
-    said = next((int(folder.layer[name]) for name in MTP if folder.layer.get(name)), 0)
-    if said or _type(folder) not in UNSAID:
-        return said
-    found = map(re.compile(UNSAID[_type(folder)]).match, folder.weights)
-    return len({match[1] for match in found if match})
+    count = next((int(folder.layer[name]) for name in MTP if folder.layer.get(name)), 0)
+    if count or _type(folder) not in UNSAID:
+        return count
+    matches = map(re.compile(UNSAID[_type(folder)]).match, folder.weights)
+    return len({match[1] for match in matches if match})

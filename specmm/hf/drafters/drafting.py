@@ -47,10 +47,10 @@ class DrafterKind:
 
     ``make(method, target, drafter, tokenizer)`` returns drafter and rule, ``load(folder, target
     model, method)`` the network or other object to draft with. A model's own drafter is in its
-    folder ``drafters/place``, or else ``instead``. Method ``auto`` tries a kind if it ``contends``,
-    with each of ``trees(target, drafter, method)`` if given. ``judge(experts, pipeline, keep)``
-    answers instead of drafting; ``offers(target model)`` says whether the target itself can draft.
-    The layouts of folders it reads are listed in ``drafter_formats``.
+    folder ``drafters/place``, or else in ``instead``. Method ``auto`` tries a kind if it
+    ``contends``, with each of ``trees(target, drafter, method)`` if given. ``judge(experts,
+    pipeline, keep)`` answers instead of drafting; ``offers(target model)`` says whether the target
+    itself can draft. The layouts of folders it reads are listed in ``drafter_formats``.
     """
 
     make: str
@@ -134,22 +134,23 @@ class Assembly(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """A ``rule``, and how drafts are ``drawn`` for it: whether sampled, and siblings how."""
+    """A ``rule``, and how its drafts are ``drawn``: whether sampled, and how siblings are drawn."""
 
     rule: Rule
     drawn: tuple[bool, Siblings]
 
     @classmethod
     def of(cls, spec: RuleName, target: VLMTarget) -> Verification:
-        """Verification by the rule that ``spec`` names or is; for a greedy ``target`` nothing is
-        drawn.
+        """Verification by ``spec``, a rule or its name; for a greedy ``target`` no draft is
+        sampled.
 
-        Raises ``ValueError`` for rules of image codes, and names that are not known.
+        Raises ``ValueError`` for rules of image codes and unknown names.
         """
         kind = rule_kind(spec)
         if kind.codes:
             raise ValueError(
-                f"rule {spec} is about the codes of pictures; use recursive or typical"
+                f"rule {spec} compares codes of pictures, which texts do not have; use recursive "
+                "or typical"
             )
         if target.processor.greedy:
             return cls(Recursive(), (False, "distinct"))
@@ -157,7 +158,7 @@ class Verification(NamedTuple):
 
 
 def chain_rule(target: VLMTarget) -> Rule:
-    """Block verification for drawn chains, as it accepts more; token by token if all is greedy."""
+    """Block verification for sampled chains, because it accepts more; token by token if greedy."""
     return Recursive() if target.processor.greedy else Block()
 
 
@@ -169,38 +170,39 @@ def row_uniforms(prompt: VLMPrompt) -> Uniforms:
 
 
 def drafting_probs(target: VLMTarget, vocabulary: DrafterVocabulary) -> Processor:
-    """The processor of drafts: the target's own, which agrees best; softmax for a greedy target.
+    """The processor of drafts: the target's, which agrees best; softmax for a greedy target.
 
-    Repetition penalties are left to the target, and so are other kinds of processors. The drafter
-    may have fewer tokens than the target's top k.
+    Repetition penalties and other kinds of processors apply to the target only. The drafter may
+    have fewer tokens than the target's top k.
     """
-    own = target.processor
-    if not isinstance(own, Processor) or own.greedy:
+    processor = target.processor
+    if not isinstance(processor, Processor) or processor.greedy:
         return Processor()
-    return Processor(own.temperature, min(own.top_k, vocabulary.count), own.top_p, own.top_p_first)
+    top_k = min(processor.top_k, vocabulary.count)
+    return Processor(processor.temperature, top_k, processor.top_p, processor.top_p_first)
 
 
 def translated(
-    own: PreTrainedTokenizerBase | None,
+    small: PreTrainedTokenizerBase | None,
     tokenizer: PreTrainedTokenizerBase | None,
     target: VLMTarget,
     vocabulary: int,
 ) -> Translation | None:
-    """Between the ``tokenizer`` of the target and a drafter's ``own`` of ``vocabulary`` tokens.
+    """Between the target's ``tokenizer`` and a drafter's ``small`` one of ``vocabulary`` tokens.
 
-    None where the drafter has none: it reads the target's tokens. Raises ``ValueError`` for a
-    drafter with its own tokenizer where the target's is not given.
+    None if the drafter reads the target's tokens. Raises ``ValueError`` if the drafter has another
+    tokenizer and the target's is not given.
     """
-    if own is None:
+    if small is None:
         return None
     if tokenizer is None:
         raise ValueError(
             "a drafter with a tokenizer of its own needs the target's, got none; give tokenizer=…, "
             "or the drafter without its own if it reads the target's tokens"
         )
-    if own.get_vocab() == tokenizer.get_vocab():
+    if small.get_vocab() == tokenizer.get_vocab():
         return Translation.same(vocabulary, target.family.vocabulary, padding=None)
-    return Translation.between(tokenizer, own, target.family.vocabulary, vocabulary)
+    return Translation.between(tokenizer, small, target.family.vocabulary, vocabulary)
 
 
 def assemble(
@@ -219,8 +221,8 @@ def assemble(
     kind = KINDS.get(method.name)
     if kind is None or not kind.make:
         raise ValueError(f"method {method.name!r} drafts nothing")
-    made: Assembly = named(kind.make)(method, target, drafter, tokenizer)
-    return made
+    assembly: Assembly = named(kind.make)(method, target, drafter, tokenizer)
+    return assembly
 
 
 def _outside(choice: methods.Choice, target: VLMTarget) -> Assembly:
@@ -233,43 +235,42 @@ def _outside(choice: methods.Choice, target: VLMTarget) -> Assembly:
 
 
 def preset_of(method: methods.Composed) -> Method:
-    """The method of the drafter named in ``method``'s choice, with the choice's tree and rule; for
-    a third-party drafter, ``method`` itself.
+    """The method of the drafter that ``method`` names, with the chosen tree and rule; for a
+    third-party drafter ``method`` itself.
 
     Raises ``ValueError`` for drafters whose trees and rules belong together.
     """
     choice = method.choice
     if not isinstance(choice.drafter, str) or of_others(choice.drafter):
-        found: Any = method
-        return found
+        preset: Any = method
+        return preset
 
     def options(name: str) -> set[str]:
         return {f.name for f in dataclasses.fields(methods.GENERATE.get(name))}
 
     if choice.drafter not in methods.GENERATE.entries:
         raise unknown("drafter", choice.drafter, [*methods.GENERATE, *OTHERS])
-    own = methods.make(methods.GENERATE, choice.drafter)
-    if "rule" not in options(own.name):
+    preset_method = methods.make(methods.GENERATE, choice.drafter)
+    if "rule" not in options(preset_method.name):
         able = [name for name in methods.GENERATE if "rule" in options(name)]
         raise unknown("drafter that takes any tree and rule", choice.drafter, able)
-    given: dict[str, Any] = {"rule": choice.rule, "tree": choice.tree or own.tree}
-    if not given["tree"]:
+    changes: dict[str, Any] = {"rule": choice.rule, "tree": choice.tree or preset_method.tree}
+    if not changes["tree"]:
         raise ValueError(f"drafter {choice.drafter} needs a tree of fixed shape, as spine(2, 2, 1)")
-    if "sampled" in options(own.name):
-        given["sampled"] = True
-    return dataclasses.replace(own, **given)
+    if "sampled" in options(preset_method.name):
+        changes["sampled"] = True
+    return dataclasses.replace(preset_method, **changes)
 
 
 def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
     """The drafter of ``method`` for the ``target`` model, loaded from ``folder``.
 
-    Raises ``ValueError`` for methods that need no drafter, and for a folder that holds something
-    else.
+    Raises ``ValueError`` for methods that need no drafter, and for a folder without this drafter.
     """
     if method not in KINDS or not KINDS[method].load:
         raise ValueError(
-            f"method {method} needs no drafter, got {folder}; leave it out, or the method, which "
-            "is then the drafter's"
+            f"method {method} needs no drafter, got {folder}; leave it out, or leave the method "
+            "out to use the drafter's"
         )
     try:
         return named(KINDS[method].load)(folder, target, method)
@@ -278,21 +279,21 @@ def load_drafter(method: str, folder: Path, target: PreTrainedModel) -> Any:
 
 
 def _other_kind(method: str, folder: Path) -> ValueError | None:
-    """The error for a ``folder`` with a drafter of other methods; None if it is not one."""
+    """The error for a ``folder`` whose drafter is for other methods; None if it is not."""
     try:
-        found = recognised(ModelFolder(folder))
+        kind = recognised(ModelFolder(folder))
     except ValueError:
         return None
-    if method in found.methods or not found.methods:
+    if method in kind.methods or not kind.methods:
         return None
     return ValueError(
-        f"method {method!r} needs a drafter of its own, got a {found.title} in {folder}, which is "
-        f"for {' or '.join(found.methods)}; give another folder, or leave the method out"
+        f"method {method!r} needs a drafter of its own, got a {kind.title} in {folder}, which is "
+        f"for {' or '.join(kind.methods)}; give another folder, or leave the method out"
     )
 
 
 def method_of(drafter: object) -> str:
-    """The method that a ``drafter`` (loaded, or its folder) is for; empty where unknown.
+    """The method of a ``drafter`` (loaded, or its folder); empty if unknown.
 
     Raises ``ValueError`` for a folder that holds neither a drafter nor a model.
     """
@@ -302,16 +303,20 @@ def method_of(drafter: object) -> str:
 
 
 def network_of(drafter: object) -> nn.Module | None:
-    """The network of a loaded ``drafter``, None where it has none of its own."""
+    """The network of a loaded ``drafter``, None if it has none."""
     network = drafter if isinstance(drafter, nn.Module) else getattr(drafter, "model", None)
     return network if isinstance(network, nn.Module) else None
 
 
+def _place(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    return model.device, model.dtype
+
+
 @dataclass
 class Drafters:
-    """The drafters of a model by method: those ``given``, others read at first use.
+    """The drafters of a model by method: ``given`` ones, and others that are read at first use.
 
-    ``folder`` is the model's, ``name`` what messages call it, ``target`` its model.
+    ``folder`` is the folder of the model ``target``, ``name`` its name in messages.
     """
 
     folder: Path | None
@@ -321,28 +326,32 @@ class Drafters:
 
     def __post_init__(self) -> None:
         self.passed = frozenset(self.given)  # by the caller, not read here
+        self.place = _place(self.target)
 
     def get(self, method: str) -> Any:
         """The drafter of ``method``; None if it needs none.
 
         Raises ``ValueError`` if it is missing.
         """
-        place = KINDS[method].place if method in KINDS else ""
-        if place and method not in self.given:
+        if (here := _place(self.target)) != self.place:  # it was moved without its drafters
+            self.place = here
+            self.to(*here)
+        subfolder = KINDS[method].place if method in KINDS else ""
+        if subfolder and method not in self.given:
             folder = self._folder(method)
             if folder is None and KINDS[method].offers:
                 return None  # the target drafts itself, or its own error names what is missing
             if folder is None:
                 raise ValueError(
                     f"method {method!r} needs a drafter and {self.name} has none in "
-                    f"drafters/{place}; give one with from_pretrained(…, drafter=…) or use "
+                    f"drafters/{subfolder}; give one with from_pretrained(…, drafter=…) or use "
                     "prompt-lookup or ar"
                 )
             self.given[method] = load_drafter(method, folder, self.target)
         return self.given.get(method)
 
     def to(self, *args: Any, **kwargs: Any) -> None:
-        """Follow the target: the caller's drafters move, others are read again when used."""
+        """Follow the target: the caller's drafters move, others are read again when needed."""
         for method in list(self.given):
             drafter = self.given[method]
             network = network_of(drafter)
@@ -352,10 +361,10 @@ class Drafters:
                 network.to(*args, **kwargs)
 
     def save(self, folder: Path) -> None:
-        """Copy the drafters that lie beside the model to beside the one in ``folder``."""
-        own = None if self.folder is None else self.folder / DRAFTERS
-        if own is not None and own.is_dir() and own.resolve() != (folder / DRAFTERS).resolve():
-            shutil.copytree(own, folder / DRAFTERS, dirs_exist_ok=True)
+        """Copy the drafters beside the model into ``folder``, where the model was saved."""
+        ours = None if self.folder is None else self.folder / DRAFTERS
+        if ours is not None and ours.is_dir() and ours.resolve() != (folder / DRAFTERS).resolve():
+            shutil.copytree(ours, folder / DRAFTERS, dirs_exist_ok=True)
 
     def has(self, method: str) -> bool:
         """Whether the drafter of ``method`` is available, or none is needed."""
@@ -367,8 +376,9 @@ class Drafters:
         return bool(offers) and bool(named(offers)(self.target))
 
     def _folder(self, method: str) -> Path | None:
+        """The folder of the drafter of ``method`` beside the model, if there is one."""
         if self.folder is None:
             return None
-        places = (KINDS[method].place, KINDS[method].instead)
-        folders = [self.folder / DRAFTERS / place for place in places if place]
+        subfolders = (KINDS[method].place, KINDS[method].instead)
+        folders = [self.folder / DRAFTERS / subfolder for subfolder in subfolders if subfolder]
         return next((folder for folder in folders if folder.is_dir()), None)

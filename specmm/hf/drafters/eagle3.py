@@ -29,7 +29,7 @@ from specmm.loading.hardware import prepack
 class BoundEagle3:
     """``head`` as it drafts for ``target``; see :class:`specmm.hf.drafters.features.BoundNetwork`.
 
-    Raises ``ValueError`` when dtype, width, vocabulary or layers are not the target's.
+    Raises ``ValueError`` unless dtype, width, vocabulary and layers fit the target.
     """
 
     def __init__(self, head: Eagle3Head, target: VLMTarget) -> None:
@@ -59,7 +59,7 @@ class BoundEagle3:
 
     @torch.no_grad()
     def _mask(self) -> Tensor:
-        """The slot [1, 1, 2·C] of a token that P-EAGLE does not know yet."""
+        """P-EAGLE's slot [1, 1, 2·C] for a token that is not known yet."""
         token = torch.tensor([[self.head.config.mask]], device=self.head.fc.weight.device)
         return self.slots(self.embed(token), self.head.mask_hidden, 0)
 
@@ -80,7 +80,7 @@ class BoundEagle3:
         return self.embed(tokens.clamp(max=self.vocabulary.size - 1))
 
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
-        """Slots of text and of pictures alike."""
+        """See the base class; text and pictures have the same kind of slot."""
         return self.slots(embeddings, hidden, 0)
 
     def slots(self, embeddings: Tensor, hidden: Tensor, depth: int) -> Tensor:
@@ -97,8 +97,8 @@ class BoundEagle3:
         if memory is not self._memory:
             self._memory = memory
             self._past = None if memory is None else as_transformers([m for m in memory if m])
-        found: Tensor = self.head(slots, positions, bias, self._past)
-        return found
+        states: Tensor = self.head(slots, positions, bias, self._past)
+        return states
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits [B, n, v] of predicted ``states`` [B, n, C], by the head's or target's table."""
@@ -123,29 +123,29 @@ def check_target(head: Eagle3Head, target: VLMTarget) -> tuple[int, ...]:
     family = target.family
     width = int(family.config.hidden_size)
     table = embeddings_of(target.model)
-    wanted = {
+    pairs = {
         "dtype": (head.fc.weight.dtype, target.dtype),
         "width": (config.state_width, width),
         "vocabulary": (int(sizes.vocab_size), family.vocabulary),
     }
     if not config.own_embeddings:
-        wanted["embeddings' width"] = (int(sizes.hidden_size), int(table.shape[1]))
+        pairs["embeddings' width"] = (int(sizes.hidden_size), int(table.shape[1]))
     if not config.own_head:
-        wanted["head's width"] = (int(sizes.hidden_size), width)
-    for what, (found, own) in wanted.items():
-        if found != own:
+        pairs["head's width"] = (int(sizes.hidden_size), width)
+    for name, (got, need) in pairs.items():
+        if got != need:
             raise ValueError(
-                f"drafter must have the target's {what} {own}, got {found}; use one trained for it"
+                f"drafter must have the target's {name} {need}, got {got}; use one trained for it"
             )
     return config.layers or _usual_layers(len(family.layers))
 
 
 def _usual_layers(count: int) -> tuple[int, ...]:
-    """The layers that a head reads of a target of ``count`` layers, if its config names none."""
-    found = layers_read(count)
-    if len(found) != READ:
+    """The layers of a target of ``count`` layers that a head reads if its config names none."""
+    layers = layers_read(count)
+    if len(layers) != READ:
         raise ValueError(
             "drafter must say which layers it reads of a target of fewer than 7 layers, got a "
             f"target of {count} and no eagle_aux_hidden_state_layer_ids in its config.json"
         )
-    return found
+    return layers

@@ -1,10 +1,10 @@
 """Reads and writes the released layouts of EAGLE-3 heads: speculators, SafeAILab and SpecForge.
 
 All hold the same weights. speculators nests the layers' sizes in its config and numbers states
-(state i is the input of the target's layer i); SpecForge numbers layers; SafeAILab always reads the
-same three. SafeAILab and SpecForge name the first layer ``midlayer`` and leave out the target's
-embeddings. ``d2t`` holds differences of ids; ``t2d`` marks the target's tokens that the head can
-draft. A P-EAGLE head also has ``mask_hidden``.
+(state i is the input of the target's layer i). SpecForge numbers layers. SafeAILab's heads always
+read the same three layers. SafeAILab and SpecForge name the first layer ``midlayer`` and leave out
+the target's embeddings. ``d2t`` holds differences of ids; ``t2d`` marks the target's tokens that
+the head can draft. A P-EAGLE head also has ``mask_hidden``.
 
 Shape letters: C width, F layers of the target that are read, V vocabulary, v the head's.
 """
@@ -86,8 +86,8 @@ def is_eagle3(facts: Facts) -> bool:
 def load_eagle3(folder: str | Path) -> Eagle3Head:
     """The head in ``folder``, of any layout, in evaluation mode and in the file's dtype.
 
-    Raises ``ValueError`` naming missing, extra, misshapen or non-finite weights, sizes that are
-    missing and tables of tokens that contradict one another.
+    Raises ``ValueError`` naming missing, extra, misshapen or non-finite weights, missing sizes, and
+    tables of tokens that contradict one another.
     """
     file = Path(folder) / "config.json"
     facts = read_json(file)
@@ -104,10 +104,10 @@ def load_eagle3(folder: str | Path) -> Eagle3Head:
 
 
 def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
-    """``state`` with ``d2t`` and ``t2d`` where the head's vocabulary is not the target's.
+    """``state`` with ``d2t`` and ``t2d`` if the head's vocabulary is not the target's.
 
-    Raises ``ValueError`` where ``d2t`` is missing or does not name as many different tokens as the
-    config says, and where ``t2d`` names others.
+    Raises ``ValueError`` if ``d2t`` is missing or does not name the config's number of different
+    tokens, and if ``t2d`` marks other tokens.
     """
     state = dict(state)
     d2t = state.pop("d2t", None)
@@ -122,21 +122,21 @@ def _with_tables(state: State, config: Eagle3Config, source: object) -> State:
         )
     ids = d2t.long() + torch.arange(len(d2t))
     check_ids(ids, config.tokens, vocabulary, f"d2t in {source}")
-    known = torch.zeros(vocabulary, dtype=torch.bool)
-    known[ids] = True
-    if t2d is not None and not torch.equal(t2d.bool(), known):
+    drafted = torch.zeros(vocabulary, dtype=torch.bool)
+    drafted[ids] = True
+    if t2d is not None and not torch.equal(t2d.bool(), drafted):
         raise ValueError(f"t2d in {source} must name the tokens of d2t, got others")
     if config.whole:
         if bool(d2t.any()):
             raise ValueError(f"d2t in {source} must be 0 for a whole vocabulary, got another order")
         return state
-    return state | {"d2t": d2t.long(), "t2d": known}
+    return state | {"d2t": d2t.long(), "t2d": drafted}
 
 
 def read_config(facts: Facts, state: State, source: object = "config.json") -> Eagle3Config:
     """A head's configuration, from the ``facts`` in ``config.json`` and its weights in ``state``.
 
-    Raises ``ValueError`` for a folder of something else, and for sizes that are missing.
+    Raises ``ValueError`` if this is not an EAGLE-3 head, and for missing sizes.
     """
     if not is_eagle3(facts):
         raise ValueError(
@@ -144,9 +144,9 @@ def read_config(facts: Facts, state: State, source: object = "config.json") -> E
             f"{facts.get('architectures')} and no draft_vocab_size; use the method it is for"
         )
     nested = facts.get("transformer_layer_config")
-    own = nested if isinstance(nested, Mapping) else facts
-    sizes = _sizes(own, any(".q_norm." in name for name in state), source)
-    rope = _rope(own)
+    layer_facts = nested if isinstance(nested, Mapping) else facts
+    sizes = _sizes(layer_facts, any(".q_norm." in name for name in state), source)
+    rope = _rope(layer_facts)
     sections = tuple(rope.get("mrope_section") or ())
     fields = {ours: kind(facts.get(theirs) or 0) for ours, theirs, kind in FIELDS}
     fields["norm_before_fc"] |= "input_norm.weight" in state
@@ -164,7 +164,7 @@ def read_config(facts: Facts, state: State, source: object = "config.json") -> E
 
 
 def _sizes(facts: Facts, qwen: bool, source: object) -> PreTrainedConfig:
-    """The sizes of the layers, which are Qwen3's if queries and keys are normed, or Llama's."""
+    """The sizes of the layers: Qwen3's form if queries and keys are normed, else Llama's."""
     missing = [name for name in NEEDED if type(facts.get(name)) is not int]
     if missing:
         raise ValueError(
@@ -172,7 +172,7 @@ def _sizes(facts: Facts, qwen: bool, source: object) -> PreTrainedConfig:
             f"{', '.join(missing)}"
         )
     kind: Any = Qwen3Config if qwen else LlamaConfig
-    given = {name: facts[name] for name in SIZES if facts.get(name) is not None}
+    named = {name: facts[name] for name in SIZES if facts.get(name) is not None}
     defaults = {
         "num_hidden_layers": 1,
         "num_key_value_heads": facts["num_attention_heads"],
@@ -180,7 +180,7 @@ def _sizes(facts: Facts, qwen: bool, source: object) -> PreTrainedConfig:
     }
     if "sliding_attention" in (facts.get("layer_types") or ()):
         raise ValueError(
-            f"layers of {source} must attend everything, got some with a sliding window"
+            f"layers of {source} must have full attention, got some with a sliding window"
         )
     rope = {k: v for k, v in _rope(facts).items() if not k.startswith("mrope_")}
     if rope["rope_type"] not in TURNED:
@@ -188,29 +188,29 @@ def _sizes(facts: Facts, qwen: bool, source: object) -> PreTrainedConfig:
             f"{source} must have rotary positions of type {', '.join(TURNED)}, got "
             f"{rope['rope_type']!r}"
         )
-    return kind(**{**defaults, **given}, rope_parameters=rope, attn_implementation="sdpa")
+    return kind(**{**defaults, **named}, rope_parameters=rope, attn_implementation="sdpa")
 
 
 def _rope(facts: Facts) -> dict[str, Any]:
     """Rotary positions as transformers 5 writes them, whichever version wrote ``facts``."""
-    given = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
-    kind = given.pop("type", "default")
-    given.setdefault("rope_type", kind)
-    if given["rope_type"] == "mrope":
-        given["rope_type"] = "default"
-    given.setdefault("rope_theta", float(facts.get("rope_theta") or 10000.0))
-    return given
+    parameters = dict(facts.get("rope_parameters") or facts.get("rope_scaling") or {})
+    kind = parameters.pop("type", "default")
+    parameters.setdefault("rope_type", kind)
+    if parameters["rope_type"] == "mrope":
+        parameters["rope_type"] = "default"
+    parameters.setdefault("rope_theta", float(facts.get("rope_theta") or 10000.0))
+    return parameters
 
 
 def _mask(facts: Facts, source: object) -> int:
-    """The token that a P-EAGLE head reads where none is known yet."""
-    found = next((facts[name] for name in MASK_IDS if facts.get(name) is not None), None)
-    if type(found) is not int:
+    """The mask token of a P-EAGLE head."""
+    mask = next((facts[name] for name in MASK_IDS if facts.get(name) is not None), None)
+    if type(mask) is not int:
         raise ValueError(
             f"{source} must name the mask token of a head with mask_hidden by {MASK_IDS[0]}, got "
-            f"{found}"
+            f"{mask}"
         )
-    return found
+    return mask
 
 
 def save_eagle3(
@@ -223,8 +223,8 @@ def save_eagle3(
 ) -> None:
     """Write ``head`` in a ``layout``: ``speculators``, ``eagle`` (SafeAILab's) or ``specforge``.
 
-    With its ``target`` speculators' layout names it, and all hold the fingerprint of its
-    embeddings. Raises ``ValueError`` for a layout that is not known or cannot hold this head.
+    If ``target`` is given, speculators' layout names it, and every layout holds the fingerprint of
+    its embeddings. Raises ``ValueError`` for a layout that is unknown or cannot hold this head.
     """
     if layout not in LAYOUTS:
         raise unknown("layout", layout, LAYOUTS)
@@ -237,8 +237,8 @@ def save_eagle3(
         state = _flat_state(state, head.config)
     if target is not None:
         facts["target_fingerprint"] = fingerprint(embeddings_of(target))
-    given = {theirs: getattr(head.config, ours) for ours, theirs, _ in FIELDS}
-    facts = {name: value for name, value in given.items() if value} | facts
+    fields = {theirs: getattr(head.config, ours) for ours, theirs, _ in FIELDS}
+    facts = {name: value for name, value in fields.items() if value} | facts
     write_checkpoint(state, facts, folder, dtype)
     write_acceptance(head.acceptance, Path(folder))
 
@@ -272,15 +272,15 @@ def check_layout(config: Eagle3Config, layout: str, target: PreTrainedModel | No
         "scaled rotary positions": eagle and sizes.rope_parameters["rope_type"] != "default",
         "layers of its own choice": eagle and not _usual(config, target),
     }
-    if found := [name for name, without in lacks.items() if without]:
+    if lacking := [name for name, without in lacks.items() if without]:
         raise ValueError(
-            f"a head in layout {layout} must do without {', '.join(found)}; write another layout: "
-            f"{', '.join(name for name in LAYOUTS if name != layout)}"
+            f"a head in layout {layout} must do without {', '.join(lacking)}; write another "
+            f"layout: {', '.join(name for name in LAYOUTS if name != layout)}"
         )
 
 
 def _usual(config: Eagle3Config, target: PreTrainedModel | None) -> bool:
-    """Whether the head reads the layers that EAGLE-3 reads of any target."""
+    """Whether the head reads EAGLE-3's usual layers."""
     if not config.layers or target is None:
         return not config.layers
     count = int(target.config.get_text_config().num_hidden_layers)
@@ -288,6 +288,7 @@ def _usual(config: Eagle3Config, target: PreTrainedModel | None) -> bool:
 
 
 def _speculators_facts(config: Eagle3Config, target: PreTrainedModel | None) -> dict[str, Any]:
+    """The ``config.json`` of speculators' layout."""
     kind = "eagle3" if config.mask is None else "peagle"
     sizes: Any = config.sizes
     layer = sizes.to_diff_dict() | {"model_type": sizes.model_type, "head_dim": sizes.head_dim}
@@ -327,6 +328,7 @@ def speculators_facts(
 
 
 def _flat_facts(config: Eagle3Config, layout: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The ``config.json`` of SafeAILab's or SpecForge's layout."""
     sizes: Any = config.sizes
     scaled = dict(sizes.rope_parameters)
     base = scaled.pop("rope_theta")
@@ -356,12 +358,12 @@ def _mrope(config: Eagle3Config) -> dict[str, Any]:
     """The keys of M-RoPE, if the head has it."""
     if not config.sections:
         return {}
-    found: dict[str, Any] = {"mrope_section": list(config.sections)}
-    return found | ({"mrope_interleaved": True} if config.interleaved else {})
+    rope: dict[str, Any] = {"mrope_section": list(config.sections)}
+    return rope | ({"mrope_interleaved": True} if config.interleaved else {})
 
 
 def _flat_state(state: State, config: Eagle3Config) -> State:
-    """``state`` under the names of SafeAILab's and SpecForge's layouts, with tables of tokens."""
+    """``state`` under the names of SafeAILab's and SpecForge's layouts, with token tables."""
     if config.whole:
         vocabulary = int(config.sizes.vocab_size)
         state["d2t"] = torch.zeros(vocabulary, dtype=torch.int64)

@@ -44,15 +44,15 @@ class Eagle3Config:
     """``sizes`` of the head's layers, the target ``layers`` it reads, counted from 0 (none:
     EAGLE's three, of any target), and the size ``tokens`` of its vocabulary (v; V: the target's).
 
-    ``own_embeddings`` and ``own_head``: it has tables of its own (others read the target's);
-    ``picture_embeddings``: at a picture's places it reads the projected picture, as the target
-    does, and not the embedding of the token that stands there. ``target_width``: width of a target
-    state (0: the head's own). ``norm_before_residual``: the first layer adds its attention to the
-    normed state, not to the state. States are normed together before ``fc`` (``norm_before_fc``) or
-    separately (``fc_norm``). ``norm_output``: the state passed on to the next token is the normed
-    one that the output layer reads. ``mask`` is P-EAGLE's mask token. ``sections``: how many
-    pairs of a head's width M-RoPE turns by time, height and width, in that order or
-    ``interleaved``. Raises ``ValueError`` for sizes that do not fit together.
+    ``own_embeddings`` and ``own_head``: it has its own tables (else the target's);
+    ``picture_embeddings``: at a picture's positions it reads the projected picture, as the target
+    does, instead of the placeholder's embedding. ``target_width``: width of a target state (0: the
+    head's own). ``norm_before_residual``: the first layer adds its attention to the normed state,
+    not to the state. States are normed together before ``fc`` (``norm_before_fc``) or separately
+    (``fc_norm``). ``norm_output``: the next token gets the state after the norm, which the output
+    layer reads. ``mask`` is P-EAGLE's mask token. ``sections``: how many pairs of a head's width
+    M-RoPE turns by time, height and width, in that order or ``interleaved``. Raises ``ValueError``
+    for sizes that do not fit together.
     """
 
     sizes: PreTrainedConfig
@@ -112,7 +112,7 @@ class Eagle3Config:
 
 
 class Eagle3Head(nn.Module):
-    """The network, with speculators' names. ``d2t`` and ``t2d`` are there where v < V.
+    """The network, with speculators' names. It has ``d2t`` and ``t2d`` if v < V.
 
     ``acceptance`` by temperature was measured after training, for method ``auto``.
     """
@@ -120,7 +120,7 @@ class Eagle3Head(nn.Module):
     method: ClassVar[str] = "eagle3"
     d2t: Tensor
     t2d: Tensor
-    parts: Tensor
+    parts: Tensor  # see ``_parts``; with M-RoPE only
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class Eagle3Head(nn.Module):
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(states, sizes.rms_norm_eps)
         if config.fc_norm:
-            each = [config.state_width] * config.read
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(w, sizes.rms_norm_eps) for w in each)
+            widths = [config.state_width] * config.read
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(w, sizes.rms_norm_eps) for w in widths)
         if config.mask is not None:
             self.mask_hidden = nn.Parameter(torch.zeros(1, 1, states))
         kind = LAYERS[sizes.model_type]
@@ -156,23 +156,23 @@ class Eagle3Head(nn.Module):
 
     @property
     def ids(self) -> Tensor | None:
-        """The target's ids [v] of the head's tokens; None where they are all of the target's."""
+        """The target's ids [v] of the head's tokens; None if the head drafts all V tokens."""
         if self.config.whole:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def set_ids(self, ids: Tensor) -> None:
-        """Make ``ids`` [v] of the target's the head's tokens, in ascending order."""
+        """Let the head draft the target's tokens ``ids`` [v], in ascending order."""
         ordered = ids.sort().values
         self.d2t.copy_(ordered - torch.arange(len(ordered), device=ordered.device))
         self.t2d.fill_(False)[ordered] = True
 
     def bound(self, target: VLMTarget) -> BoundNetwork:
-        found: BoundNetwork = named("specmm.hf.drafters.eagle3:BoundEagle3")(self, target)
-        return found
+        network: BoundNetwork = named("specmm.hf.drafters.eagle3:BoundEagle3")(self, target)
+        return network
 
     def mixed(self, hidden: Tensor) -> Tensor:
-        """The target's states [..., F·W] side by side as the first layer reads them [..., C]."""
+        """The target's concatenated states [..., F·W] as the first layer reads them [..., C]."""
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
         if self.fc_norm is not None:
@@ -195,8 +195,8 @@ class Eagle3Head(nn.Module):
         """Predicted states [B, T, C] of ``slots`` [B, T, 2·C] at ``positions`` [1 or B, T], or
         [3, B, T] under M-RoPE.
 
-        Without ``bias`` the attention is causal over the slots given; else it sees what the cache
-        ``past`` holds under the additive ``bias`` [1 or B, 1, T, S].
+        Without ``bias`` the attention is causal over the given slots; else it attends to the cache
+        ``past`` under the additive ``bias`` [1 or B, 1, T, S].
         """
         if positions is None:
             positions = torch.arange(slots.shape[1], device=slots.device)[None]
@@ -209,12 +209,13 @@ class Eagle3Head(nn.Module):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def _turned(self, turns: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Cosines and sines [B, T, D] of those by time, height and width [3, B, T, D]."""
+        """Cosines and sines [B, T, D], from those by time, height and width [3, B, T, D]."""
         if turns[0].ndim == 3:
             return turns
         return [x.gather(0, self.parts.expand(1, *x.shape[1:]))[0] for x in turns]
 
     def _first(self, embeddings: Tensor, hidden: Tensor, shared: dict[str, Any]) -> Tensor:
+        """The first layer, which reads embedding and state side by side."""
         layer = self.layers[0]
         normed = layer.hidden_norm(hidden)
         read = torch.cat([layer.input_layernorm(embeddings), normed], dim=-1)
@@ -227,7 +228,7 @@ class Eagle3Head(nn.Module):
         return states if self.config.norm_output else self.norm(states)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits [B, T, v] of predicted ``states`` [B, T, C], by a head of its own."""
+        """Logits [B, T, v] of predicted ``states`` [B, T, C], by its own output layer."""
         return self.lm_head(self.read_out(states))
 
 
@@ -256,7 +257,7 @@ def _parts(config: Eagle3Config) -> Tensor:
 def layers_read(count: int) -> tuple[int, ...]:
     """The layers, counted from 0, that EAGLE-3 reads of a target with ``count`` layers.
 
-    Their outputs are the states before layers 2, ``count`` // 2 and ``count`` - 3; of fewer than 7
-    layers two of these are one, or there are none.
+    Their outputs are the states before layers 2, ``count`` // 2 and ``count`` - 3. With fewer than
+    7 layers, two of these coincide or do not exist.
     """
     return tuple(sorted({min(2, count) - 1, count // 2 - 1, max(count - 3, 1) - 1} - {-1}))

@@ -51,12 +51,12 @@ SIZES = (4, 8, 16)  # nodes of the trees that method auto tries, the root includ
 
 
 class FeatureNetwork(Protocol):
-    """A network that drafts; ``acceptance`` by temperature was measured after its training."""
+    """A drafting network; ``acceptance`` by temperature was measured after its training."""
 
     acceptance: dict[float, Acceptance]
 
     def bound(self, target: VLMTarget) -> BoundNetwork:
-        """The network as it drafts for ``target``; raises ``ValueError`` where it does not fit."""
+        """The network as it drafts for ``target``; raises ``ValueError`` if it does not fit."""
 
 
 class BoundNetwork(Protocol):
@@ -64,11 +64,11 @@ class BoundNetwork(Protocol):
 
     @property
     def sizes(self) -> Sequence[LayerSize]:
-        """Sizes of its layers' cache entries for a token."""
+        """The size of each layer's cache entry for a token."""
 
     @property
     def vocabulary(self) -> DrafterVocabulary:
-        """The tokens that it drafts."""
+        """The tokens that it can draft."""
 
     @property
     def layers(self) -> Sequence[int]:
@@ -80,7 +80,7 @@ class BoundNetwork(Protocol):
 
     @property
     def mask(self) -> Tensor | None:
-        """The slot [1, 1, ...] of a token that is not known yet, if it predicts several a pass."""
+        """The slot [1, 1, ...] for a token not known yet, if one pass predicts several tokens."""
 
     def begin(self) -> None:
         """Recompute values derived from the target's weights, in place."""
@@ -89,9 +89,7 @@ class BoundNetwork(Protocol):
         """Embeddings [B, n, C] of the target's ``tokens`` [B, n]."""
 
     def prompt_embeddings(self, tokens: Tensor, embeddings: Tensor) -> Tensor:
-        """Its input embeddings [B, L, C] for a prompt's ``tokens`` [B, L]; ``embeddings``
-        [B, L, C] are the target's.
-        """
+        """Input embeddings [B, L, C] of prompt ``tokens`` [B, L]; ``embeddings``: the target's."""
 
     def prompt_slots(self, embeddings: Tensor, hidden: Tensor, image: Tensor) -> Tensor:
         """Slots [B, L, ...] of the next positions' ``embeddings`` [B, L, C].
@@ -117,8 +115,8 @@ class BoundNetwork(Protocol):
         """Predicted states [B, n, C] of ``slots`` at ``positions`` [1 or B, n] (0 … n - 1), or in
         parts [3, B, n].
 
-        Without ``bias`` the attention is causal over the slots given; else it sees what each
-        layer's ``memory`` holds under the additive ``bias`` [1 or B, 1, n, S].
+        Without ``bias`` the attention is causal over the given slots; else each layer attends to
+        its ``memory`` under the additive ``bias`` [1 or B, 1, n, S].
         """
 
     def logits(self, states: Tensor) -> Tensor:
@@ -174,18 +172,18 @@ class FeatureDrafter:
         self.predicted = self._read(self.target, feedback.token, self.cache)  # [B, C]
 
     def start_row(self, row: int) -> None:
-        """Read the new prompt but for its last slot: the next round reads that with a token."""
-        alone = self.target.started
-        ids = alone.prompt.input_ids
+        """Read the new prompt except its last slot, which the next round reads with a token."""
+        row_target = self.target.started
+        ids = row_target.prompt.input_ids
         size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
-        slots = Cache(size, self.cache.dtype, alone.device)
-        self._read(alone, ids[:, -1], slots)
+        slots = Cache(size, self.cache.dtype, row_target.device)
+        self._read(row_target, ids[:, -1], slots)
         slots.lengths -= 1
         if self.target.cache.size.capacity > self.cache.size.capacity:
             self.cache.widen(self.target.cache.size.capacity)
             self._resized()
         self.cache.take(row, slots)
-        self.shift = with_row(self.shift, row, shift_of(alone))
+        self.shift = with_row(self.shift, row, shift_of(row_target))
 
     def join(self) -> None:
         """Add a row at the end, which is then started."""
@@ -200,22 +198,23 @@ class FeatureDrafter:
         self._resized()
 
     def weigh(self) -> None:
-        """Record the probability of each draft of a chain from now on."""
+        """From now on, record the probability of each draft of a chain."""
         self.growth.weighs = True
 
     def absorb(self, feedback: Feedback) -> None:
-        """Read the tokens of a round in which it did not draft."""
+        """Read the committed tokens of a round that was drafted by another drafter."""
         assert feedback.result is not None
         self.kept = feedback.result.kept
         self.growth.read_committed(self, feedback)
 
     def _resized(self) -> None:
-        """Make the masks again for a cache of another size."""
+        """Recreate the masks after the cache changed its size."""
         self.growth.begin(self.cache)
         if self.ahead is not None:
             self.ahead.begin(self.cache)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """A chain or tree from the state predicted after the committed tokens."""
         state = self.predicted
         if feedback.result is not None:
             self.kept = feedback.result.kept
@@ -233,6 +232,7 @@ class FeatureDrafter:
     def read(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, bias: Tensor, depth: int
     ) -> Tensor:
+        """States predicted after ``tokens``; a parallel head has them from its masks."""
         with self.clock("draft"):
             if self.ahead is not None and depth:
                 return self.ahead.after(depth, tokens.shape[1])
@@ -242,21 +242,21 @@ class FeatureDrafter:
             return self._run(slots, positions, bias)
 
     def _run(self, slots: Tensor, positions: Tensor, bias: Tensor) -> Tensor:
-        """One pass over ``slots`` whose tokens lie at places ``positions`` [B, n] of their text."""
+        """One pass over ``slots`` of tokens at ``positions`` [B, n] in their texts."""
         if self.network.parts:
             positions = self.target.family.spread(positions + self.shift[..., None])
         return self.network.run(slots, positions, bias, self.cache.layers)
 
     def _read(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
-        """Store the slots of the prompt and of the sampled ``token`` [B] after it in ``cache``; the
-        state [B, C] predicted after each row's last.
+        """Store the slots of the prompt, and of the sampled ``token`` [B] after it, in ``cache``.
+        Returns the state [B, C] predicted after each row's last slot.
         """
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         network = self.network
         with self.clock("draft"):
-            own = network.prompt_embeddings(target.prompt.input_ids, context.embeddings)
-            read = dataclasses.replace(context, embeddings=own)
+            prompt = network.prompt_embeddings(target.prompt.input_ids, context.embeddings)
+            read = dataclasses.replace(context, embeddings=prompt)
             embeddings, image = next_positions(read, network.embed(token[:, None])[:, 0])
             slots = network.prompt_slots(embeddings, context.hidden, image)
             cache.aim(0, slots.shape[1])
@@ -269,7 +269,7 @@ class FeatureDrafter:
 def next_positions(context: Context, last: Tensor) -> tuple[Tensor, Tensor]:
     """Embeddings [B, L, C] of the position after each slot, and whether that is a picture's [B, L].
 
-    For each row's last slot it is ``last`` [B, C], the embedding of the token after the prompt.
+    After a row's last slot comes ``last`` [B, C], the embedding of the token after the prompt.
     """
     order = torch.arange(context.embeddings.shape[1], device=last.device)
     ends = order == context.lengths[:, None] - 1  # [B, L]
@@ -283,11 +283,11 @@ def shift_of(target: VLMTarget) -> Tensor:
     return offsets + target.begins - target.prompt.lengths
 
 
-def with_row(shift: Tensor, row: int, own: Tensor) -> Tensor:
-    """``shift`` [B] or [3, B] with ``own`` [1] or [3, 1] for a ``row`` that restarts."""
-    if own.ndim > shift.ndim:  # the first row with positions in parts
-        shift = shift.expand(len(own), -1).clone()
-    shift[..., row] = own[..., 0]
+def with_row(shift: Tensor, row: int, restarted: Tensor) -> Tensor:
+    """``shift`` [B] or [3, B] in which a ``row`` that restarts has ``restarted`` [1] or [3, 1]."""
+    if restarted.ndim > shift.ndim:  # the first row with positions in parts
+        shift = shift.expand(len(restarted), -1).clone()
+    shift[..., row] = restarted[..., 0]
     return shift
 
 
@@ -313,16 +313,16 @@ def make(method: Grown, target: VLMTarget, drafter: Any, tokenizer: object) -> A
 
 
 def as_chains(method: Grown) -> Grown:
-    """``method`` with chains in place of the default trees; a log entry says so."""
+    """``method`` with chains in place of its default trees; logs the change."""
     plain = type(method)()
-    found = method
+    chains = method
     if method.sampled and method.tree == plain.tree:
-        found = dataclasses.replace(method, tree=(1,) * len(plain.tree))
+        chains = dataclasses.replace(method, tree=(1,) * len(plain.tree))
     elif not method.sampled and (method.top_k, method.total) == (plain.top_k, plain.total):
-        found = dataclasses.replace(method, top_k=1, total=method.depth + 2)
-    if found is not method:
-        logger.info("layers with states take chains: %s drafts as %s", method.name, found)
-    return found
+        chains = dataclasses.replace(method, top_k=1, total=method.depth + 2)
+    if chains is not method:
+        logger.info("layers with states take chains: %s drafts as %s", method.name, chains)
+    return chains
 
 
 def candidates(target: VLMTarget, network: FeatureNetwork, kind: Grown) -> list[Candidate]:
@@ -335,11 +335,11 @@ def candidates(target: VLMTarget, network: FeatureNetwork, kind: Grown) -> list[
     table = acceptance[min(acceptance) if target.processor.greedy else max(acceptance)]
     if target.family.chains_only:
         table = tuple(level[:1] for level in table)
-    found = []
+    listed = []
     for shape, tau in (best_tree(table, n, len(table)) for n in SIZES):
         method = dataclasses.replace(kind, sampled=True, tree=tuple(shape.parents[0].tolist()))
-        found.append(Candidate(method, tau, shape.size, shape.depth))
-    return list(dict.fromkeys(found))
+        listed.append(Candidate(method, tau, shape.size, shape.depth))
+    return list(dict.fromkeys(listed))
 
 
 def measure_acceptance(
@@ -351,7 +351,7 @@ def measure_acceptance(
 ) -> Acceptance:
     """Acceptance [D, K] by level and rank over exact answers to ``prompts``, until ``ends``.
 
-    Where drafts must be chains K is 1.
+    If drafts must be chains, K is 1.
     """
     chains = target.family.chains_only
     shape = spine((1,) * levels if chains else WIDEST[:levels], target.device)
@@ -369,8 +369,8 @@ def acceptance_of(
     target: VLMTarget, network: FeatureNetwork, prompts: Sequence[VLMPrompt], ends: Sequence[int]
 ) -> dict[float, Acceptance]:
     """Acceptance by temperature, measured on answers to ``prompts``, for ``auto``'s plans."""
-    found = {}
+    tables = {}
     for temperature in (0.0, 1.0):
         judge = VLMTarget(target.model, Processor(temperature), target.name)
-        found[temperature] = measure_acceptance(judge, network, prompts, ends)
-    return found
+        tables[temperature] = measure_acceptance(judge, network, prompts, ends)
+    return tables

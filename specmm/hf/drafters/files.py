@@ -47,7 +47,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def read_state(folder: str | Path) -> State:
-    """The tensors in ``folder``, from one file or from those that an index names."""
+    """The tensors in ``folder``, from one file or from the files that an index names."""
     index = Path(folder) / INDEX
     if not index.is_file():
         return read_checkpoint(folder)
@@ -58,27 +58,25 @@ def read_state(folder: str | Path) -> State:
 
 
 def renamed(state: Mapping[str, Tensor], table: Mapping[str, str]) -> State:
-    """``state`` without ``model.`` before its names, and their prefixes changed as the ``table``
-    says (theirs: ours).
-    """
-    found: State = {}
+    """``state`` without the prefix ``model.``, other prefixes by the ``table`` (theirs: ours)."""
+    new_state: State = {}
     for name, tensor in state.items():
         name = name.removeprefix("model.")
         for theirs, ours in table.items():
             name = ours + name.removeprefix(theirs) if name.startswith(theirs) else name
-        found[name] = tensor
-    return found
+        new_state[name] = tensor
+    return new_state
 
 
 def cast(module: Network, dtype: torch.dtype) -> Network:
-    """``module`` with its weights in ``dtype``; rounded buffers would be wrong (rotary ones)."""
+    """``module`` with weights in ``dtype``; buffers stay, as rounding would spoil rotary ones."""
     for weight in module.parameters():
         weight.data = weight.data.to(dtype)
     return module
 
 
 def check_ids(ids: Tensor, count: int, vocabulary: int, what: str = "d2t") -> None:
-    """Raise ``ValueError`` unless ``ids`` are ``count`` different ones of a ``vocabulary``."""
+    """Raise ``ValueError`` unless ``ids`` are ``count`` different ids below ``vocabulary``."""
     possible = bool(((ids >= 0) & (ids < vocabulary)).all())
     if len(ids.unique()) != count or len(ids) != count or not possible:
         raise ValueError(
@@ -91,14 +89,14 @@ def layers_named(facts: Facts) -> tuple[int, ...]:
     """The target's layers that a drafter of any layout reads, counted from 0; empty if ``facts`` do
     not say.
 
-    speculators counts states, of which 0 are the embeddings. z-lab's and SpecForge's nested fields,
-    transformers' assistants and our own count layers.
+    speculators counts states, where state 0 is the embeddings. The nested fields of z-lab and
+    SpecForge, transformers' assistants and our own files count layers.
     """
-    given = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
-    if states := given.get(STATES) or facts.get(f"eagle_{STATES}"):
+    values = {**facts, **(facts.get("dflash_config") or {}), **(facts.get("eagle_config") or {})}
+    if states := values.get(STATES) or facts.get(f"eagle_{STATES}"):
         return tuple(int(number) - 1 for number in states)
     names = ("target_layer_ids", "aux_layers", f"eagle_{STATES}")
-    return tuple(int(i) for i in next((given[name] for name in names if given.get(name)), ()))
+    return tuple(int(i) for i in next((values[name] for name in names if values.get(name)), ()))
 
 
 def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
@@ -111,7 +109,7 @@ def check_target(facts: Facts, target: PreTrainedModel, source: object) -> None:
 def qwen_config(facts: Facts, kind: str) -> Qwen2Config:
     """The ``config.json`` of a ``kind`` of model as Qwen2's.
 
-    Raises ``ValueError`` for sizes that are missing and layers that a Qwen2 cannot have.
+    Raises ``ValueError`` for missing sizes and for layers that Qwen2 does not have.
     """
     return Qwen2Config(
         **read_sizes(facts, {name: name for name in QWEN_SIZES}, kind),
@@ -123,7 +121,7 @@ def qwen_config(facts: Facts, kind: str) -> Qwen2Config:
 def read_sizes(facts: Facts, names: Mapping[str, str], kind: str) -> dict[str, Any]:
     """Sizes by the keys of ``names``, read from ``facts`` under the values of ``names``.
 
-    Raises ``ValueError`` for those that are missing.
+    Raises ``ValueError`` for missing sizes.
     """
     missing = [name for name in names.values() if not isinstance(facts.get(name), int | float)]
     if missing:
@@ -139,32 +137,32 @@ def plain_rope(facts: Facts, base: float, windows: bool = False) -> dict[str, An
     Raises ``ValueError`` for scaled positions and, unless ``windows`` are allowed, for sliding
     windows.
     """
-    kept = facts.get("rope_parameters") or {}
-    if facts.get("rope_scaling") or kept.get("rope_type", "default") != "default":
+    rope = facts.get("rope_parameters") or {}
+    if facts.get("rope_scaling") or rope.get("rope_type", "default") != "default":
         raise ValueError(
-            f"positions must be plain rotary ones, got {facts.get('rope_scaling') or kept}"
+            f"positions must be plain rotary ones, got {facts.get('rope_scaling') or rope}"
         )
     slides = facts.get("use_sliding_window") or "sliding_attention" in (
         facts.get("layer_types") or ()
     )
     if slides and not windows:
-        raise ValueError("every layer must attend everything, got layers with a sliding window")
-    given = {"rope_theta": base, **kept, **facts}["rope_theta"]
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(given)}}
+        raise ValueError("every layer must have full attention, got layers with a sliding window")
+    theta = {"rope_theta": base, **rope, **facts}["rope_theta"]
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": float(theta)}}
 
 
 def read_acceptance(folder: Path) -> dict[float, Acceptance]:
-    """The tables by temperature in ``folder``; none where the drafter was never measured."""
+    """The acceptance tables by temperature in ``folder``; {} if the drafter was never measured."""
     file = folder / ACCEPTANCE
-    found = read_json(file) if file.exists() else {}
+    tables = read_json(file) if file.exists() else {}
     return {
         float(temperature): tuple(tuple(row) for row in table)
-        for temperature, table in found.items()
+        for temperature, table in tables.items()
     }
 
 
 def write_acceptance(tables: Mapping[float, Acceptance], folder: Path) -> None:
-    """Write the ``tables`` by temperature to ``folder``, if there are any."""
+    """Write the acceptance ``tables`` by temperature to ``folder``, if any."""
     if tables:
-        found = {str(temperature): table for temperature, table in tables.items()}
-        (folder / ACCEPTANCE).write_text(json.dumps(found, indent=1) + "\n")
+        content = {str(temperature): table for temperature, table in tables.items()}
+        (folder / ACCEPTANCE).write_text(json.dumps(content, indent=1) + "\n")

@@ -41,8 +41,7 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """The target that a drafter belongs to, as far as its folder says; fields are None where it
-    does not.
+    """The target that a drafter belongs to, as its folder says; fields are None if it does not say.
 
     Its ``name`` and ``architectures``, ``width``, ``vocabulary``, number of ``layers``, the
     ``fingerprint`` of its embeddings, and which layers the drafter ``reads``, counted from 0.
@@ -57,17 +56,17 @@ class Wanted:
     fingerprint: str | None = None
 
     def misfits(self, config: PreTrainedConfig) -> list[str]:
-        """Why a drafter of such a target cannot draft for one of ``config``; empty if it can."""
+        """Why a drafter for this target cannot draft for a model of ``config``; empty if it can."""
         text: Any = config.get_text_config(decoder=True)
-        found = {
+        misfits = {
             "width": (self.width, text.hidden_size),
             "vocabulary": (self.vocabulary, text.vocab_size),
             "number of layers": (self.layers, text.num_hidden_layers),
         }
         why = [
-            f"it needs a target of {what} {wanted}, got {given}"
-            for what, (wanted, given) in found.items()
-            if wanted is not None and wanted != given
+            f"it needs a target of {name} {needs}, got {has}"
+            for name, (needs, has) in misfits.items()
+            if needs is not None and needs != has
         ]
         if self.reads and max(self.reads) >= text.num_hidden_layers:
             why.append(
@@ -111,6 +110,7 @@ class _Reader:
     notes: list[str] = field(default_factory=list)
 
     def inspection(self) -> Inspection:
+        """The description of the folder; see :class:`Inspection`."""
         kind = recognised(self.folder)
         every = {*methods.GENERATE, *methods.TEXT, *methods.VQA, *methods.IMAGE_TOKENS}
         known = tuple(name for name in kind.methods if name in every)
@@ -131,7 +131,7 @@ class _Reader:
             folder=str(self.folder.path),
             format=kind.title,
             methods=known,
-            wanted=self._wanted() if kind.own else self._alone(),
+            wanted=self._config_target() if kind.own else self._own_target(),
             sizes=self._sizes(),
             use=self._use(kind, known, command, bool(drafters)),
             notes=tuple(self.notes),
@@ -140,23 +140,24 @@ class _Reader:
         )
 
     def _takes(self, command: str) -> dict[str, tuple[str, ...]]:
-        """Methods by a model's kind of output; a picture model's weights say whether it draws."""
+        """Methods by a model's kind of output; the weights say whether a picture model can draw."""
         picture = picture_type(self.folder.path)
         if picture is None:
             does = {"ask": "answers", "complete": "continues"}.get(command)
             registry = methods.VQA if does == "answers" else methods.TEXT
             return {does: tuple(registry)} if does else {}
-        found = {}
+        uses = {}
         names = self.folder.weights
         if not names or any(picture.scores in name for name in names):
-            found["draws"] = tuple(methods.TRANSFORMERS_IMAGES)
+            uses["draws"] = tuple(methods.TRANSFORMERS_IMAGES)
         else:
             self.notes.append(f"it does not draw: none of its weights is named {picture.scores}…")
         if processes(self.folder.path):
-            found["answers"] = tuple(methods.VQA)
-        return found
+            uses["answers"] = tuple(methods.VQA)
+        return uses
 
-    def _wanted(self) -> Wanted:
+    def _config_target(self) -> Wanted:
+        """The target that the drafter's config names."""
         facts = self.folder.facts
         verifier = (facts.get("speculators_config") or {}).get("verifier") or {}
         return Wanted(
@@ -176,50 +177,51 @@ class _Reader:
 
     @property
     def speaks(self) -> bool:
-        """Whether there is a tokenizer, without which a model is no target."""
+        """Whether the folder has a tokenizer, without which a model cannot be a target."""
         path = self.folder.path
         return any((path / name).is_file() for name in (TOKENIZER, zoo.PIPELINE, zoo.PACKAGE))
 
-    def _alone(self) -> Wanted:
-        """A model that drafts by itself shares the target's tokens, or brings its tokenizer."""
+    def _own_target(self) -> Wanted:
+        """A complete model's target: any, if the model has a tokenizer, else its vocabulary."""
         return Wanted() if self.speaks else Wanted(vocabulary=self._size("vocabulary"))
 
     def _use(
         self, kind: DrafterFormat, known: tuple[str, ...], command: str, drafters: bool
     ) -> str:
-        """The command that uses it."""
+        """The command that uses the drafter or model."""
         path = self.folder.path
         if command and (self.speaks or self.composed):
             return f"specmm {command} {path}" + (" --method auto" if drafters else "")
         if not known:
             return "nothing here uses it"
         if known[0] in methods.IMAGE_TOKENS:
-            place = path.name if path.parent.name == "drafters" else known[0]
-            return f"specmm generate MODEL --method {known[0]}, from the model's drafters/{place}"
+            name = path.name if path.parent.name == "drafters" else known[0]
+            return f"specmm generate MODEL --method {known[0]}, from the model's drafters/{name}"
         run = "complete" if known[0] in methods.TEXT else "ask"
         return f"specmm {run} MODEL --method {known[0]} --drafter {path}"
 
     def _size(self, what: str) -> int | None:
-        given = (self.folder.layer.get(name) for name in SIZES[what])
-        return next((int(value) for value in given if isinstance(value, int)), None)
+        values = (self.folder.layer.get(name) for name in SIZES[what])
+        return next((int(value) for value in values if isinstance(value, int)), None)
 
     def _sizes(self) -> dict[str, int | str]:
+        """Sizes by name from the config, and parameters, dtype and bytes of the weights."""
         facts = self.folder.facts
         weights = self.folder.weights
-        found: dict[str, int | str] = {}
+        sizes: dict[str, int | str] = {}
         for what in SIZES:
             if (value := self._size(what)) is not None:
-                found[what] = value
+                sizes[what] = value
         for name in OTHERS:
             value = {**facts, **(facts.get("dflash_config") or {})}.get(name)
             if isinstance(value, int | str) and value:
-                found[name] = value
+                sizes[name] = value
         if weights:
-            found["parameters"] = sum(prod(one.shape) for one in weights.values())
-            found["dtype"] = ", ".join(sorted({one.dtype for one in weights.values()}))
+            sizes["parameters"] = sum(prod(weight.shape) for weight in weights.values())
+            sizes["dtype"] = ", ".join(sorted({weight.dtype for weight in weights.values()}))
         if self.folder.files:
-            found["bytes"] = sum(file.stat().st_size for file in self.folder.files)
-        return found
+            sizes["bytes"] = sum(file.stat().st_size for file in self.folder.files)
+        return sizes
 
 
 def find_folder(name: str | Path) -> Path:
@@ -253,49 +255,50 @@ def inspect(name: str | Path, target: str | Path | None = None) -> Inspection:
     weights or tokenizer is not loaded, and ``notes`` say so. Raises ``ValueError`` for anything
     that is neither a drafter nor a model.
     """
-    found = read_folder(ModelFolder(find_folder(name)))
+    inspection = read_folder(ModelFolder(find_folder(name)))
     if target is None:
-        return found
-    place = find_target(target)
-    if not _Reader(ModelFolder(place)).composed:
-        misfits = _misfits(found, load_config(weights_folder(place)))
+        return inspection
+    folder = find_target(target)
+    if not _Reader(ModelFolder(folder)).composed:
+        misfits = _misfits(inspection, load_config(weights_folder(folder)))
         if misfits:
-            return dataclasses.replace(found, misfits=tuple(misfits))
-    return _tried(found, place, str(target))
+            return dataclasses.replace(inspection, misfits=tuple(misfits))
+    return _tried(inspection, folder, str(target))
 
 
-def _tried(found: Inspection, place: Path, name: str) -> Inspection:
-    """``found``, completed by loading it with the target in ``place``."""
-    reader = _Reader(ModelFolder(place))
+def _tried(report: Inspection, folder: Path, name: str) -> Inspection:
+    """``report``, completed by loading the drafter with the target in ``folder``."""
+    reader = _Reader(ModelFolder(folder))
     opens = [PIPELINES[does] for does in reader.inspection().takes if does in PIPELINES]
     if not opens or not (reader.speaks or reader.composed):
         note = f"{name} has no tokenizer or says nothing: sizes alone were compared"
-        return dataclasses.replace(found, notes=(*found.notes, note), misfits=())
+        return dataclasses.replace(report, notes=(*report.notes, note), misfits=())
     kind, asked = opens[0]
     pipe = named(kind).from_pretrained(name)
-    if misfits := _misfits(found, pipe.model.config):
-        return dataclasses.replace(found, misfits=tuple(misfits))
+    if misfits := _misfits(report, pipe.model.config):
+        return dataclasses.replace(report, misfits=tuple(misfits))
     target, _ = pipe.prepared(*asked)
     refused: dict[str, str] = {}
-    for method in found.methods:
+    for method in report.methods:
         try:
             chosen = methods.make(pipe.registry, method)
-            drafter = load_drafter(method, Path(found.folder), pipe.model)
+            drafter = load_drafter(method, Path(report.folder), pipe.model)
             assemble(chosen, target, drafter, pipe.tokenizer)
         except ValueError as error:
             refused[method] = str(error)
-    kept = tuple(method for method in found.methods if method not in refused)
-    if not kept:
-        return dataclasses.replace(found, misfits=(next(iter(refused.values())),))
-    notes = (*found.notes, *(f"not by {method} here: {why}" for method, why in refused.items()))
-    use = found.use.replace(f"--method {found.methods[0]} ", f"--method {kept[0]} ")
-    return dataclasses.replace(found, notes=notes, use=use, misfits=())
+    usable = tuple(method for method in report.methods if method not in refused)
+    if not usable:
+        return dataclasses.replace(report, misfits=(next(iter(refused.values())),))
+    notes = (*report.notes, *(f"not by {method} here: {why}" for method, why in refused.items()))
+    use = report.use.replace(f"--method {report.methods[0]} ", f"--method {usable[0]} ")
+    return dataclasses.replace(report, notes=notes, use=use, misfits=())
 
 
-def _misfits(found: Inspection, config: PreTrainedConfig) -> list[str]:
-    if not found.methods:
-        return [f"no method here drafts with a {found.format}"]
-    wanted = found.wanted
+def _misfits(inspection: Inspection, config: PreTrainedConfig) -> list[str]:
+    """Why the drafter cannot draft for a target of ``config``; empty if it can."""
+    if not inspection.methods:
+        return [f"no method here drafts with a {inspection.format}"]
+    wanted = inspection.wanted
     if wanted.vocabulary is not None and wanted.width is None:  # a model that shares tokens
         size = int(config.get_text_config(decoder=True).vocab_size)
         if abs(wanted.vocabulary - size) <= PADDING:

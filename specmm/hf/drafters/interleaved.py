@@ -1,8 +1,8 @@
 """Method ``sjd`` for answers with pictures: Jacobi drafts inside pictures, prompt lookup in text.
 
 A row in text drafts, as point masses, the tokens that followed an earlier occurrence of its latest
-words; if there is none, it drafts as speculative Jacobi decoding does. A row's committed tokens
-alone decide which, so every node still records the distribution it was drawn from.
+words; without one, it drafts as speculative Jacobi decoding does. The choice depends only on the
+row's committed tokens, so every node still records the distribution it was drawn from.
 
 Shape letters: B batch, W window, N = W + 1 nodes, V vocabulary.
 """
@@ -31,7 +31,7 @@ NGRAM = 3
 
 
 class InterleavedDrafter:
-    """Chains of ``window`` tokens; raises ``ValueError`` for one that is longer than a picture."""
+    """Chains of ``window`` tokens; raises ``ValueError`` if that is longer than a picture."""
 
     def __init__(self, target: InterleavedTarget, window: int = 8) -> None:
         self.target = target
@@ -52,6 +52,7 @@ class InterleavedDrafter:
         self.jacobi.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
+        """Jacobi's chain inside pictures, what followed the latest words in text."""
         tree: DraftTree = self.jacobi.propose(feedback, uniforms)
         with self.clock("draft"):
             self.recall.extend(feedback)
@@ -62,12 +63,12 @@ class InterleavedDrafter:
         return DraftTree(tokens, tree.shape, probs)
 
     def _guesses(self, feedback: Feedback) -> tuple[Tensor, Tensor]:
-        """Tokens [B, N] looked up for rows in text, and a mask [B, N] of those that were found."""
+        """Tokens [B, N] looked up for rows in text, and a mask [B, N] of tokens that were found."""
         opened = self.target.grammar.after(self.target.opened, feedback.token).tolist()
         tokens = torch.zeros(len(opened), self.window + 1, dtype=torch.int64)
         known = torch.zeros_like(tokens, dtype=torch.bool)
-        for row, (place, recalled) in enumerate(zip(opened, self.recall.rows, strict=True)):
-            guess = recalled.guess(self.window) if place == TEXT else []
+        for row, (state, recalled) in enumerate(zip(opened, self.recall.rows, strict=True)):
+            guess = recalled.guess(self.window) if state == TEXT else []
             tokens[row, 1 : 1 + len(guess)] = torch.tensor(guess, dtype=torch.int64)
             known[row, 1 : 1 + len(guess)] = True
         return tokens.to(feedback.token.device), known.to(feedback.token.device)

@@ -7,8 +7,9 @@ Some models' layers read the target's own states at every depth (``mtp_layouts``
 once a round (``mtp_growth``).
 
 Picture tokens are read by their picture embeddings. A slot's rotary position is its own token's
-plus one: for text that is the next token's, as in transformers. With M-RoPE, which transformers
-does not draft with, it is vLLM's convention shifted by one, which attention cannot see.
+plus one: for text that is the next token's position, as in transformers. With M-RoPE, for which
+transformers has no drafting, this is vLLM's convention shifted by one; a shift does not change
+attention.
 
 Shape letters: B rows, K layers, N tokens, L prompt positions, C width, S slots, V vocabulary.
 """
@@ -79,19 +80,19 @@ class MtpDrafter:
         self.growth.begin(self.cache)
         self.shift = shift_of(self.target)
         states = self._read_prompt(self.target, feedback.token, self.cache)
-        self.growth.last = _at(states, self.cache.lengths - 1)
+        self.growth.last = _at_slots(states, self.cache.lengths - 1)
 
     def start_row(self, row: int) -> None:
         """Read the new prompt but for its last slot: the next round reads that with a token."""
-        alone = self.target.started
-        ids = alone.prompt.input_ids
+        row_target = self.target.started
+        ids = row_target.prompt.input_ids
         size = dataclasses.replace(self.cache.size, batch=1, scratch=0, capacity=ids.shape[1])
-        slots = Cache(size, self.cache.dtype, alone.device)
-        states = self._read_prompt(alone, ids[:, -1], slots)
+        slots = Cache(size, self.cache.dtype, row_target.device)
+        states = self._read_prompt(row_target, ids[:, -1], slots)
         slots.lengths -= 1
         self.cache.take(row, slots)
-        self.growth.last[row] = _at(states, (slots.lengths - 1).clamp(min=0))[0]
-        self.shift = with_row(self.shift, row, shift_of(alone))
+        self.growth.last[row] = _at_slots(states, (slots.lengths - 1).clamp(min=0))[0]
+        self.shift = with_row(self.shift, row, shift_of(row_target))
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
         state = self.growth.read_committed(self, feedback)
@@ -116,7 +117,7 @@ class MtpDrafter:
             return self.slots.run(min(depth, self.growth.count - 1), embeddings, hidden)
 
     def _read_prompt(self, target: VLMTarget, token: Tensor, cache: Cache) -> Tensor:
-        """Store the prompt's slots; states [B, L, K, C] of all layers, ``token`` [B] the last."""
+        """Store the slots of prompt and ``token`` [B]; states [B, L, K, C] of all layers."""
         context = target.context
         assert context is not None, "the target keeps a context for drafters that want one"
         with self.clock("draft"):
@@ -138,7 +139,7 @@ class MtpDrafter:
             return torch.stack(states, 2)
 
     def _next_embeddings(self, target: VLMTarget, token: Tensor) -> Tensor:
-        """Embeddings [B, L, C] of the token after each slot of the prompt, the last ``token`` [B].
+        """Embeddings [B, L, C] of the token after each slot of the prompt, finally ``token`` [B].
 
         Pictures are embedded as for the decoder.
         """
@@ -146,18 +147,18 @@ class MtpDrafter:
         assert context is not None
         ends = (context.lengths - 1)[:, None]
         ids = target.prompt.input_ids.roll(-1, 1).scatter(1, ends, token[:, None])
-        found = target.family.plain_embedding(ids)
+        embeddings = target.family.plain_embedding(ids)
         pictures = context.image_mask.roll(-1, 1).scatter(1, ends, False)
-        return torch.where(pictures[..., None], context.embeddings.roll(-1, 1), found)
+        return torch.where(pictures[..., None], context.embeddings.roll(-1, 1), embeddings)
 
 
-def _at(states: Tensor, slots: Tensor) -> Tensor:
+def _at_slots(states: Tensor, slots: Tensor) -> Tensor:
     """``states`` [B, L, K, C] at ``slots`` [B]: [B, K, C]."""
     return states[torch.arange(len(states), device=slots.device), slots]
 
 
 def make(method: methods.MTP, target: VLMTarget, drafter: object, tokenizer: object) -> Assembly:
-    """The parts of method ``mtp``; ``drafter`` are other layers than the checkpoint's, if any.
+    """The parts of method ``mtp``; ``drafter``, if given, replaces the checkpoint's layers.
 
     Raises ``ValueError`` for anything else.
     """

@@ -1,9 +1,9 @@
 """Fine-tuned MTP layers under the names of their target's own checkpoint, where vLLM and SGLang
 look for them.
 
-For these layers transformers cannot undo the conversions it does on loading (renaming, stacking
-experts, splitting). So a copy of the checkpoint whose entries are consecutive numbers is loaded
-once: the place where a number ends up shows where its entry belongs.
+For these layers transformers cannot undo the conversions of loading (renaming, stacking experts,
+splitting). So it loads a copy of the checkpoint whose entries are consecutive numbers: the place
+where a number ends up shows where its entry belongs.
 """
 
 from __future__ import annotations
@@ -31,65 +31,65 @@ def to_checkpoint(folder: Path, target: PreTrainedModel, out: Path) -> str:
 
     Raises ``ValueError`` unless reading ``out`` gives back the same weights.
     """
-    place = Path(str(target.config.name_or_path))
+    source = Path(str(target.config.name_or_path))
     tuned = own_weights(load_layers(folder, target).model)
-    main = named_layers(target, place)
+    main = named_layers(target, source)
     pattern: Any = MtpModel.get_mtp_weights_regex(main)
-    given = {name: x for name, x in read_state(place).items() if pattern.search(name)}
-    written = _placed(tuned, _numbered(given, target, place), given)
+    stored = {name: x for name, x in read_state(source).items() if pattern.search(name)}
+    written = _placed(tuned, _numbered(stored, target, source), stored)
     out.mkdir(parents=True, exist_ok=True)
     for name in CONFIGS:
-        if (place / name).is_file():
-            shutil.copyfile(place / name, out / name)
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
     save_readable(written, out / "model.safetensors", {"format": "pt"})
     again = own_weights(load_layers(out, target).model)
     if wrong := [k for k, x in tuned.items() if not torch.equal(again[k].to(x.dtype), x)]:
         shutil.rmtree(out)
         raise ValueError(
-            f"MTP layers of {place} cannot be written as its checkpoint has them: "
-            f"{some_names(wrong)} would be others; use drafter={folder}"
+            f"MTP layers cannot be written in the layout of {source}: {some_names(wrong)} would "
+            f"change; use drafter={folder}"
         )
     return (
-        f"{some_names(sorted(written))}, as the checkpoint of {place.name} has them: where an "
+        f"{some_names(sorted(written))}, as the checkpoint of {source.name} has them: where an "
         f"engine reads that, {out / 'model.safetensors'} takes their place"
     )
 
 
-def _numbered(given: State, target: PreTrainedModel, place: Path) -> State:
+def _numbered(stored: State, target: PreTrainedModel, source: Path) -> State:
     """For each weight of the loaded layers, the numbers of its entries among all entries of the
-    weights ``given``, counted in the order of :func:`_order`.
+    ``stored`` weights, counted in the order of :func:`_order`.
     """
     numbers: State = {}
     begin = 0
-    for name in _order(given):
-        size = given[name].numel()
-        own = torch.arange(begin, begin + size, dtype=torch.float64)
-        numbers[name] = own.view(given[name].shape)
+    for name in _order(stored):
+        size = stored[name].numel()
+        counted = torch.arange(begin, begin + size, dtype=torch.float64)
+        numbers[name] = counted.view(stored[name].shape)
         begin += size
-    with TemporaryDirectory() as made:
-        there = Path(made)
-        save_file(numbers, there / "model.safetensors", {"format": "pt"})
-        shutil.copyfile(place / "config.json", there / "config.json")
-        main = named_layers(target, there)
+    with TemporaryDirectory() as folder:
+        path = Path(folder)
+        save_file(numbers, path / "model.safetensors", {"format": "pt"})
+        shutil.copyfile(source / "config.json", path / "config.json")
+        main = named_layers(target, path)
         main.config.dtype = torch.float64
-        found = own_weights(MtpModel.from_pretrained(main))
+        weights = own_weights(MtpModel.from_pretrained(main))
     # weights that do not come from the checkpoint have fractions or repeated numbers
-    return {k: x for k, x in found.items() if len(x.unique()) == x.numel() and not (x % 1).any()}
+    return {k: x for k, x in weights.items() if len(x.unique()) == x.numel() and not (x % 1).any()}
 
 
-def _order(given: State) -> list[str]:
-    """The names of the weights ``given``, small weights first: some stay in float32, which holds
-    only small integers exactly.
+def _order(weights: State) -> list[str]:
+    """The names of ``weights``, small ones first: some must stay float32, which
+    represents only small integers exactly.
     """
-    return sorted(given, key=lambda name: (given[name].numel(), name))
+    return sorted(weights, key=lambda name: (weights[name].numel(), name))
 
 
-def _placed(tuned: State, numbers: State, given: State) -> State:
-    """The weights ``given``, with the ``tuned`` ones at the places in ``numbers``."""
+def _placed(tuned: State, numbers: State, stored: State) -> State:
+    """The ``stored`` weights, with the ``tuned`` weights at the positions in ``numbers``."""
     widest = max((x.dtype for x in tuned.values()), key=lambda dtype: torch.finfo(dtype).bits)
-    flat = torch.cat([given[name].flatten().to(widest) for name in _order(given)])
+    flat = torch.cat([stored[name].flatten().to(widest) for name in _order(stored)])
     for name, places in numbers.items():
         flat[places.long().flatten()] = tuned[name].flatten().to(flat)
-    sizes = [given[name].numel() for name in _order(given)]
-    parts = zip(_order(given), flat.split(sizes), strict=True)
-    return {name: x.view(given[name].shape).to(given[name].dtype).clone() for name, x in parts}
+    sizes = [stored[name].numel() for name in _order(stored)]
+    parts = zip(_order(stored), flat.split(sizes), strict=True)
+    return {name: x.view(stored[name].shape).to(stored[name].dtype).clone() for name, x in parts}

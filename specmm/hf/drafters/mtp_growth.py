@@ -28,13 +28,13 @@ class LayerGrowth(Growth):
 
     ``last`` [B, K, C]: each layer's prediction after the last committed token; the caller sets it
     for the prompt. A round's committed tokens stay in scratch slots, before its drafts, until the
-    tree is grown. Only the ``count`` K layers that a tree reaches are run.
+    tree is grown. Only the first K = ``count`` layers, which the tree reaches, are run.
     """
 
     last: Tensor
 
-    def __init__(self, layers: int, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, layers: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.count = min(layers, self.max_depth)
         self.before = self.max_depth + 1
 
@@ -44,16 +44,16 @@ class LayerGrowth(Growth):
         return self.before + self.fed
 
     def begin(self, cache: Cache) -> None:
-        """See :class:`specmm.core.growth.Growth`; first are the mask's rows of committed tokens."""
+        """See :class:`specmm.core.growth.Growth`; the mask begins with committed tokens' rows."""
         super().begin(cache)
-        own = slice(cache.size.capacity, self.start)
-        self.mask[:, :, : self.before, own].masked_fill_(self.chain, 0)
+        own_slots = slice(cache.size.capacity, self.start)
+        self.mask[:, :, : self.before, own_slots].masked_fill_(self.chain, 0)
         self.order = torch.arange(self.before, device=self.mask.device)
 
     def read_committed(self, head: FeatureHead, feedback: Feedback) -> Tensor:
-        """The first layer's state [B, C] after the last committed token; it reads the others.
+        """The first layer's state [B, C] after the last committed token; reads committed tokens.
 
-        Without a result nothing was committed since ``last`` was set.
+        Without a result no token was committed since ``last`` was set.
         """
         rows = len(feedback.token)
         if feedback.result is None or feedback.tokens is None:
@@ -81,7 +81,7 @@ class LayerGrowth(Growth):
         return tree
 
     def _show(self, kept: Tensor) -> None:
-        """Open the mask for earlier tokens and, to drafts, for the round's ``kept`` [B]."""
+        """Unmask earlier tokens and, for drafts, also the round's ``kept`` [B] tokens."""
         capacity = self.cache.size.capacity
         self.mask[..., :capacity] = self.cache.prefix_bias()[:, None, None]
         seen = self.bias[..., capacity : self.start]
@@ -108,17 +108,17 @@ class LayerGrowth(Growth):
         self.cache.aim(self.cache.size.capacity, self.cache.slots)
         before = at_nodes(self.states, self.origin)
         bias = self.mask[:, :, : before.shape[1]]
-        found = head.read(self.tokens, before, self.places, bias, depth)
-        self._note(found, depth)
-        return found[:, -count:]
+        outputs = head.read(self.tokens, before, self.places, bias, depth)
+        self._note(outputs, depth)
+        return outputs[:, -count:]
 
     def _positions(self, depth: int, count: int) -> Tensor:
-        """As in :class:`specmm.core.growth.Growth`, after committed tokens without a slot."""
+        """As in :class:`specmm.core.growth.Growth`, but committed tokens do not have slots yet."""
         return super()._positions(depth, count) + self.kept[:, None]
 
     def _note(self, states: Tensor, number: int) -> Tensor:
-        """Store the ``states`` [B, N, C] of layer ``number``; returns that after the last token."""
+        """Store layer ``number``'s ``states`` [B, N, C]; return the state after the last token."""
         self.states = torch.cat([self.last[:, number, None], states], 1)
-        found = at_nodes(self.states, self.kept[:, None])[:, 0]
-        self.last[:, number] = found
-        return found
+        last = at_nodes(self.states, self.kept[:, None])[:, 0]
+        self.last[:, number] = last
+        return last

@@ -2,7 +2,7 @@
 
 A checkpoint stores them beside its other weights: as further layers (DeepSeek-V3, GLM-4 MoE, Step)
 or under ``mtp`` (Qwen 3.5, Mellum). transformers' ``MtpModel`` builds them from the target's own
-layer class and reads either layout. This module passes it the number of layers where the config has
+layer class and reads either layout. This module tells it the number of layers if the config has
 that under another name, and the names of their weights for any depth of the target. Layouts that
 ``MtpModel`` does not read are in ``mtp_layouts``.
 
@@ -49,7 +49,7 @@ ADVICE = "use a checkpoint that holds them, or another method such as prompt-loo
 
 @dataclass
 class MtpLayers:
-    """The loaded ``model`` of transformers, and what its layers store of a token, ``sizes``.
+    """The loaded ``model`` of transformers, and the ``sizes`` of its layers' cache entries.
 
     Unless ``chained``, each layer reads the target's own states, which the layers before it pass
     on.
@@ -62,7 +62,7 @@ class MtpLayers:
 
     @classmethod
     def of(cls, model: MtpModel) -> MtpLayers:
-        """A loaded ``model`` of transformers; a token is run to see what its layers store."""
+        """Layers from a loaded ``model``; runs a token to find the sizes of cache entries."""
         layout = layout_of(model.config)
         return cls(model, _sizes(model), layout is None or layout.chained)
 
@@ -72,7 +72,7 @@ class MtpLayers:
         return len(self.sizes)
 
     def predicted(self, states: Tensor) -> Tensor:
-        """The predictions [B, N, C] within the ``states`` that a layer returns."""
+        """The predictions [B, N, C] among the ``states`` that a layer returns."""
         return states[..., : self.model.config.hidden_size]
 
     def windows(self) -> list[int]:
@@ -88,9 +88,9 @@ class MtpLayers:
                 f"MTP layers must attend to all tokens or a window, got {strange[0]}; use another "
                 "method such as prompt-lookup"
             )
-        each = config.per_layer_config if config.is_heterogeneous else [config] * self.count
+        configs = config.per_layer_config if config.is_heterogeneous else [config] * self.count
         return [
-            int(each[number].sliding_window) if kind == SLIDING else 0
+            int(configs[number].sliding_window) if kind == SLIDING else 0
             for number, kind in zip(range(self.count), types, strict=True)
         ]
 
@@ -127,13 +127,13 @@ class LayerSlots:
     def run(self, number: int, embeddings: Tensor, states: Tensor) -> Tensor:
         """States [B, N, C] that layer ``number`` predicts after tokens with ``embeddings``.
 
-        ``states`` [B, N, C]: of the token before each. Layers that are not chained also return
-        them, unchanged, after their predictions: [B, N, C + C].
+        ``states`` [B, N, C]: the state before each token. Layers that are not chained return them,
+        unchanged, after their predictions: [B, N, C + C].
         """
         layer = self.model.layers[number]
         states = states[..., -embeddings.shape[-1] :]
         text = self.positions if self.positions.ndim == 2 else self.positions[0]
-        found: Tensor = layer(
+        output: Tensor = layer(
             embeddings,
             states,
             position_embeddings=self._rotary(number, embeddings),
@@ -142,8 +142,8 @@ class LayerSlots:
             **{self.cache_name: self.past},
         )
         if self.model.use_shared_post_norm:
-            found = self.model.shared_post_norm(found)
-        return found if self.chained else torch.cat([found, states], -1)
+            output = self.model.shared_post_norm(output)
+        return output if self.chained else torch.cat([output, states], -1)
 
     def _rotary(self, number: int, like: Tensor) -> Any:
         """Position embeddings of a layer; layers of one kind share them."""
@@ -157,7 +157,7 @@ class LayerSlots:
         return self.turned[kind]
 
     def _mask(self, number: int) -> Tensor:
-        """A layer's mask: full attention, less slots outside its window and its first slots."""
+        """A layer's mask: full attention, without slots outside its window and its first slots."""
         window = self.windows[number]
         if not window and not number:
             return self.bias
@@ -174,13 +174,13 @@ def layers_of(target: PreTrainedModel) -> MtpLayers:
 
     Raises as :func:`load_layers` does.
     """
-    place = target.config.name_or_path
-    if not place:
+    path = target.config.name_or_path
+    if not path:
         raise ValueError(
             "method 'mtp' reads layers of the target's checkpoint, got a model that was not "
             f"loaded from one; give drafter=FOLDER, where it is, or {ADVICE}"
         )
-    return fact(target, "MTP layers", partial(load_layers, Path(place), target))
+    return fact(target, "MTP layers", partial(load_layers, Path(path), target))
 
 
 def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> MtpLayers:
@@ -200,14 +200,14 @@ def load_layers(folder: Path, target: PreTrainedModel, method: str = "mtp") -> M
             f"{folder} must hold the MTP layers of a {type(target).__name__}, {_reason(error)}; "
             f"{ADVICE}"
         ) from error
-    own = {name: x for name, x in model.state_dict().items() if name.startswith("layers.")}
-    check_weights(own, folder)
-    return _ready(model, target)
+    layer_state = {name: x for name, x in model.state_dict().items() if name.startswith("layers.")}
+    check_weights(layer_state, folder)
+    return _prepared(model, target)
 
 
 def named_layers(target: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """A copy of ``target`` from which transformers' ``MtpModel`` can read its layers in ``folder``:
-    with its own config, which has their number, and the names of their weights; the rest is shared.
+    """A copy of ``target`` from which transformers' ``MtpModel`` can read the layers in ``folder``:
+    it has a separate config with their number, and the names of their weights, and shares the rest.
     """
     main = copy.copy(target)
     main.config = told_layers(target.config, folder)
@@ -248,10 +248,10 @@ def _load_tuned(folder: Path, target: PreTrainedModel) -> MtpLayers:
     state = read_checkpoint(folder)
     shared = {k: x for k, x in model.state_dict().items() if k not in own_weights(model)}
     load_strict(model, {**shared, **state}, source=folder)
-    return _ready(model, target)
+    return _prepared(model, target)
 
 
-def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
+def _prepared(model: Any, target: PreTrainedModel) -> MtpLayers:
     """The loaded ``model`` as it drafts for ``target``."""
     for part in own_parts(model):
         part.to(target.device).eval().requires_grad_(False)
@@ -262,9 +262,8 @@ def _ready(model: Any, target: PreTrainedModel) -> MtpLayers:
 def told_layers(config: PreTrainedConfig, folder: str | Path | None) -> PreTrainedConfig:
     """A copy of ``config`` with the number and kinds of the MTP layers in ``folder``.
 
-    If neither the config nor a layout names the kinds, the layers attend to all tokens, as in
-    Qwen 3.5, and their feed-forward is of the last layer's kind. Raises ``ValueError`` if there are
-    no such layers.
+    If neither the config nor a layout names the kinds, the layers have full attention, as in Qwen
+    3.5, and the last layer's kind of feed-forward. Raises ``ValueError`` if there are none.
     """
     told = copy.deepcopy(config)
     text: Any = told.get_text_config(decoder=True)
@@ -291,8 +290,8 @@ def _names(main: PreTrainedModel) -> list[str]:
     first = text.num_hidden_layers
     further = range(first, first + text.num_mtp_layers)
     known = main._keys_to_ignore_on_load_unexpected or ()
-    own = [pattern for pattern in known if "mtp" in pattern]
-    return own + [rf"(^|\.)(model|language_model)\.layers\.{number}\." for number in further]
+    patterns = [pattern for pattern in known if "mtp" in pattern]
+    return patterns + [rf"(^|\.)(model|language_model)\.layers\.{number}\." for number in further]
 
 
 def _reason(error: Exception) -> str:

@@ -30,9 +30,9 @@ class MtpLayout:
     """How the checkpoints of one model type store their MTP layers.
 
     ``names``: patterns of names in a checkpoint, in order, and their replacements in ``MtpModel``.
-    ``told(layers)``: the config entries for so many layers. Unless ``normed``, the decoder's last
-    norm is applied to a layer's predictions. Unless ``chained``, layers read the target's states
-    and never predicted ones.
+    ``told(layers)``: the config entries for ``layers`` layers. Unless ``normed``, the decoder's
+    last norm is applied to a layer's predictions. Unless ``chained``, layers read the target's
+    states and never predicted ones.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -72,20 +72,20 @@ LAYOUTS: Mapping[str, MtpLayout] = {
 
 
 def layout_of(config: PreTrainedConfig) -> MtpLayout | None:
-    """The layout of a model's checkpoints; none where transformers' own class reads them."""
+    """The layout of a model's checkpoints; an empty one if transformers' own class reads them."""
     return LAYOUTS.get(config.get_text_config(decoder=True).model_type)
 
 
 class MtpModel(modeling_layers.MtpModel):
-    """transformers' class, also for models whose type is in ``LAYOUTS``. It keeps the name, by
-    which the conversions of weights' names are found.
+    """transformers' class, extended to the model types in ``LAYOUTS``. It keeps the class name, by
+    which transformers finds the conversions of weights' names.
     """
 
     _keys_to_ignore_on_load_missing = SHARED
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """No: transformers' conversions of names are for it, too."""
+        """False, so that transformers' conversions of names apply."""
         return False
 
     def tie_with_main_model(self, main_model: PreTrainedModel) -> None:
@@ -114,11 +114,11 @@ class MtpModel(modeling_layers.MtpModel):
         self._norm.of(list(norm.parameters()), copied)
 
     def get_weight_conversions(self, main_model: PreTrainedModel) -> list[WeightTransform]:
-        """A layout's renamings, and the model's own conversions within a layer."""
+        """The layout's renamings, and the model type's conversions within a layer."""
         layout = layout_of(main_model.config)
         if layout is None:
-            found: list[WeightTransform] = super().get_weight_conversions(main_model)
-            return found
+            conversions: list[WeightTransform] = super().get_weight_conversions(main_model)
+            return conversions
         named: list[WeightTransform] = [WeightRenaming(*pair) for pair in layout.names]
         return named + get_model_conversion_mapping(main_model)
 
@@ -132,5 +132,5 @@ def count_of(config: PreTrainedConfig, folder: str | Path | None) -> int:
 
 
 def has_mtp_layers(model: PreTrainedModel) -> bool:
-    """Whether the checkpoint of ``model`` holds such layers."""
+    """Whether the checkpoint of ``model`` holds MTP layers."""
     return count_of(model.config, model.config.name_or_path) > 0

@@ -56,7 +56,7 @@ class MaskedPass:
         masks.masked_fill_(after, 0)
 
     def read_alone(self) -> None:
-        """Run the masks after the prompts that the cache holds."""
+        """Run only the masks, after the prompts in the cache."""
         cache = self.cache
         cache.aim(cache.size.capacity + self.committed, cache.slots)
         positions = self._masks(cache.lengths - 1, torch.zeros_like(cache.lengths))
@@ -64,7 +64,8 @@ class MaskedPass:
 
     def read(self, slots: Tensor, positions: Tensor, bias: Tensor, kept: Tensor) -> Tensor:
         """States [B, M, C] of committed ``slots`` [B, M, ...] at ``positions`` [B, M] under
-        ``bias`` [B, 1, M, S], of which the first ``kept`` [B] count; the masks run with them.
+        ``bias`` [B, 1, M, S]; only the first ``kept`` [B] slots are real. The masks run in the same
+        pass.
         """
         self.bias[:, :, : self.committed].copy_(bias)
         last = positions.gather(1, kept.clamp(min=1)[:, None] - 1)[:, 0]
@@ -81,7 +82,7 @@ class MaskedPass:
         return self.mask.expand(self.cache.size.batch, self.count, -1)
 
     def _masks(self, last: Tensor, kept: Tensor) -> Tensor:
-        """Positions [B, K] after ``last`` [B]; lets the masks see ``kept`` [B] committed slots."""
+        """Positions [B, K] after ``last`` [B]; opens ``kept`` [B] committed slots to the masks."""
         capacity = self.cache.size.capacity
         masks = self.bias[:, 0, self.committed :]
         masks[..., :capacity] = self.cache.prefix_bias()[:, None]

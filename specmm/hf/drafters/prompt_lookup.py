@@ -31,9 +31,7 @@ LEAST = 0.15  # of it, for drafts to be made
 
 
 class LookupRow:
-    """One row's tokens and, for each n-gram in them, the place after its last occurrence that has a
-    follower.
-    """
+    """One row's tokens, and the place after the last occurrence of each n-gram with a follower."""
 
     def __init__(self, tokens: list[int], ngram: int, banned: frozenset[int]) -> None:
         self.tokens: list[int] = []
@@ -45,7 +43,7 @@ class LookupRow:
         self.extend(tokens)
 
     def extend(self, tokens: list[int]) -> None:
-        """Append ``tokens``; the n-grams that end before each of them now have a follower."""
+        """Append ``tokens``; n-grams that end just before one of them now have a follower."""
         if self.expected is not None and tokens:
             n, follower = self.expected
             self.right[n] += LATELY * ((tokens[0] == follower) - self.right[n])
@@ -64,18 +62,18 @@ class LookupRow:
         """
         for n in range(min(self.ngram, len(self.tokens)), least - 1, -1):
             latest = tuple(self.tokens[-n:])
-            place = self.places.get(latest)
-            if place is not None and not self.banned.intersection(latest):
-                self.expected = n, self.tokens[place]
-                period = self.tokens[place : place + length]
+            begin = self.places.get(latest)
+            if begin is not None and not self.banned.intersection(latest):
+                self.expected = n, self.tokens[begin]
+                period = self.tokens[begin : begin + length]
                 guess = islice(cycle(period), length)
                 return list(takewhile(lambda token: token not in self.banned, guess))
         self.expected = None
         return []
 
     def trusted_guess(self, length: int) -> list[int]:
-        """:meth:`guess`, unless what as many tokens suggested was mostly wrong lately: a draft that
-        is rejected costs time.
+        """:meth:`guess`, unless recent guesses from equally long n-grams were mostly wrong: a
+        rejected draft costs time.
         """
         guess = self.guess(length)
         return guess if self.expected and self.right[self.expected[0]] >= LEAST else []
@@ -92,9 +90,7 @@ R = TypeVar("R", bound=Row)
 
 
 class Recall(Generic[R]):
-    """An index for each of ``target``'s rows of the tokens read and written, made by ``make(tokens,
-    banned)``.
-    """
+    """An index of each row's tokens, read and written, made by ``make(tokens, banned)``."""
 
     def __init__(self, target: VLMTarget, make: Callable[[list[int], frozenset[int]], R]) -> None:
         self.target = target
@@ -111,7 +107,7 @@ class Recall(Generic[R]):
         [self.rows[row]] = self._read(self.target.started)
 
     def extend(self, feedback: Feedback) -> None:
-        """Index the tokens that a round committed."""
+        """Index the tokens that the last round committed."""
         if feedback.result is not None and feedback.tokens is not None:
             self._extend(feedback.tokens.tolist(), feedback.result.kept.tolist())
 
@@ -141,15 +137,15 @@ class RecallDrafter(Generic[R]):
         self.target = recall.target
         self.guess = guess
         self.length = length
-        self.full = False
+        self.full = False  # chains of full length; see ``serve``
         self.recall = recall
         self.max_nodes = length + 1
         self.max_depth = length
         self.shapes = [TreeShape.chain(n, self.target.device) for n in range(length + 1)]
 
     def serve(self, rule: Rule) -> None:
-        """Draft full chains for a sampling ``rule`` that takes a uniform for each draft, not for
-        each token: a row's uniforms must not depend on other rows' guesses.
+        """Draft full-length chains if the sampling ``rule`` takes a uniform for each draft instead
+        of each token: a row's uniforms must not depend on other rows' guesses.
         """
         self.full = not (self.target.processor.greedy or isinstance(rule, Matching))
 
@@ -162,9 +158,9 @@ class RecallDrafter(Generic[R]):
         self.recall.start_row(row)
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """A chain of each row's guess, padded with the root's token (any token would do).
+        """Each row's guess as a chain, padded with the root's token (any token would do).
 
-        All rows' chains are as long as the longest guess, or of full length for some rules.
+        Chains are as long as the longest guess of any row, or of full length for some rules.
         """
         with self.clock("draft"):
             self.recall.extend(feedback)
@@ -179,7 +175,7 @@ class RecallDrafter(Generic[R]):
 
 
 def recalled(drafter: RecallDrafter[R]) -> Assembly:
-    """The ``drafter`` and its rule, by which sampled tokens are those of plain decoding."""
+    """The ``drafter`` and its rule, under which sampling gives the tokens of plain decoding."""
     return Assembly(drafter, Verification.of("matching", drafter.target).rule)
 
 

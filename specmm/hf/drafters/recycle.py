@@ -1,9 +1,9 @@
 """Token recycling (arXiv 2408.08696): drafts the tokens that the target last found likeliest after
 each token.
 
-A row stores K successors for each token of the vocabulary: at first those that followed it in the
-prompt, then the target's likeliest at every scored node, accepted or not. A tree of fixed shape is
-filled from them. Drafts are point masses, so any is exact.
+A row stores K successors for each token of the vocabulary: at first tokens that followed it in the
+prompt, then the target's likeliest tokens at every scored node, accepted or not. A tree of fixed
+shape is filled from them. Drafts are point masses, so any is exact.
 
 Shape letters: B batch, N nodes, K tokens kept, V vocabulary.
 """
@@ -34,7 +34,7 @@ UNKNOWN = -1
 class RecycleDrafter:
     """Trees of ``shape`` in which the node of rank r after a token is its r-th stored successor.
 
-    Rows keep their own tokens, so that no row depends on the others.
+    Each row has its own table, so that no row depends on the others.
     """
 
     state: ClassVar[tuple[str, ...]] = ("after",)
@@ -77,15 +77,15 @@ class RecycleDrafter:
         )
 
     def propose(self, feedback: Feedback, uniforms: UniformSource) -> DraftTree:
-        """The tree after ``feedback.token``; unknown tokens are the root's (any would do)."""
+        """The tree after ``feedback.token``; unknown successors are the root's (any would do)."""
         with self.clock("draft"):
             self._learn(feedback)
             root = feedback.token[:, None]
             tokens = root.repeat(1, self.shape.size)
             row = torch.arange(len(root), device=root.device)[:, None]
             for nodes, parents, ranks in self.levels:
-                found = self.after[row, tokens[:, parents], ranks].long()
-                tokens[:, nodes] = torch.where(found == UNKNOWN, root, found)
+                children = self.after[row, tokens[:, parents], ranks].long()
+                tokens[:, nodes] = torch.where(children == UNKNOWN, root, children)
         return DraftTree(tokens, self.shape)
 
     def _learn(self, feedback: Feedback) -> None:
@@ -112,7 +112,7 @@ class RecycleDrafter:
 def make(
     method: methods.Recycle, target: VLMTarget, drafter: object, tokenizer: object
 ) -> Assembly:
-    """The parts of method ``recycle``; where drafts must be chains, the default is one.
+    """The parts of method ``recycle``; if drafts must be chains, the default tree is a chain.
 
     Raises ``ValueError`` for trees that do not fit the target.
     """

@@ -51,14 +51,14 @@ class SmallModel:
 
     @classmethod
     def of(cls, drafter: object) -> SmallModel:
-        """``drafter``, or a bare model as one; ``ValueError`` for anything else."""
+        """``drafter`` itself, or around a bare model; ``ValueError`` for anything else."""
         if isinstance(drafter, cls):
             return drafter
         # a compiled or adapted model wraps one of transformers
         if not (isinstance(drafter, nn.Module) and hasattr(drafter, "config")):
-            given = type(drafter).__name__
+            got = type(drafter).__name__
             raise ValueError(
-                f"drafter must be a transformers model, got {given}; load one and give it"
+                f"drafter must be a transformers model, got {got}; load one and give it"
             )
         return cls(cast(PreTrainedModel, drafter))
 
@@ -67,8 +67,9 @@ class ModelDrafter:
     """Drafts with the transformers ``model`` for ``target``.
 
     ``tree``, ``sampled`` and ``siblings``: see :class:`Growth`. ``inputs`` makes the drafter's
-    prompt from the target's; ``translation`` maps the target's tokens to the drafter's (None: they
-    are the same). Raises ``ValueError`` when vocabularies differ and there is no translation.
+    prompt from the target's; ``translation`` maps the target's tokens to the drafter's (None: both
+    have the same tokens). Raises ``ValueError`` when vocabularies differ and there is no
+    translation.
     """
 
     def __init__(
@@ -88,20 +89,20 @@ class ModelDrafter:
         self.small = VLMTarget(model, Processor(), "drafter")
         if self.small.family.chains_only:
             raise ValueError(
-                "drafter must keep keys only, for it grows drafts beside one another, got a "
+                "drafter must have attention layers only, because it drafts trees, got a "
                 f"{model.config.model_type} model, whose layers have states; give a model such as "
                 "a small Llama or Qwen 3"
             )
         vocabulary = target.family.vocabulary
         self.translation = translation or Translation.same(self.small.family.vocabulary, vocabulary)
         self.translation.ban(target.image_tokens)
-        known = DrafterVocabulary(vocabulary)
-        self.growth = Growth(tree, sampled, known, target.device, siblings)
+        drafted = DrafterVocabulary(vocabulary)
+        self.growth = Growth(tree, sampled, drafted, target.device, siblings)
         self.max_nodes = self.growth.max_nodes
         self.max_depth = self.growth.max_depth
 
     def begin(self, feedback: Feedback, clock: Clock) -> None:
-        """Show the drafter the prompt with the first token after it."""
+        """Run the drafter on the prompt and the first token after it."""
         self.clock = clock
         with clock("draft"):
             prompt = VLMPrompt(self.inputs(self.target.prompt), self.target.prompt.max_new_tokens)
@@ -143,11 +144,11 @@ def make_text_draft(
 ) -> Assembly:
     """The parts of method ``text-draft``: a language model, which sees no picture.
 
-    With a tokenizer that is not the target's it is shown text, and its drafts are translated.
+    If its tokenizer is not the target's, it reads text, and its drafts are translated.
     """
     small = SmallModel.of(drafter)
-    own = small.processor
-    translation = translated(own, tokenizer, target, small.vocabulary)
+    words = small.processor
+    translation = translated(words, tokenizer, target, small.vocabulary)
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
         device = prompt.input_ids.device
@@ -155,7 +156,7 @@ def make_text_draft(
         if translation is None or not translation.foreign:
             return padded([row or [0] for row in rows], device)
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
-        return padded([own.encode(text) or [0] for text in texts], device)
+        return padded([words.encode(text) or [0] for text in texts], device)
 
     return _assembled(method, target, small.model, read, translation)
 
@@ -165,23 +166,23 @@ def make_vlm_draft(
 ) -> Assembly:
     """The parts of method ``vlm-draft``: a small vision-language model.
 
-    It is shown pictures and question by its own processor, or the target's inputs.
+    It reads pictures and question through its own processor, or the target's inputs.
     """
     small = SmallModel.of(drafter)
-    own = small.processor
+    proc = small.processor
 
     def read(prompt: VLMPrompt) -> dict[str, Any]:
-        if own is not None and prompt.source is not None:
-            return on_device(prompt.source.inputs(own), prompt.input_ids.device)
+        if proc is not None and prompt.source is not None:
+            return on_device(prompt.source.inputs(proc), prompt.input_ids.device)
         if ENCODED in prompt.inputs:
             raise ValueError(
-                "method 'vlm-draft' needs the pictures, got the target's own reading of them: "
-                "generate encodes them before it calls us; use VQAPipeline, or msd or "
+                "method 'vlm-draft' needs the pictures, got the target's features of them: "
+                "generate encodes pictures before it calls a drafter; use VQAPipeline, or msd or "
                 "text-draft here"
             )
         return prompt.inputs
 
-    translation = translated(getattr(own, "tokenizer", None), tokenizer, target, small.vocabulary)
+    translation = translated(getattr(proc, "tokenizer", None), tokenizer, target, small.vocabulary)
     return _assembled(method, target, small.model, read, translation)
 
 
@@ -192,7 +193,7 @@ def _assembled(
     inputs: Inputs,
     translation: Translation | None,
 ) -> Assembly:
-    """Deferred, as every drafter that must read the prompt: many answers are one word."""
+    """The drafter reads the prompt only after the first round, as many answers are one word."""
     shape, drawn, rule = drawn_trees(method.rule, method.tree, target)
-    made = ModelDrafter(model, target, shape, inputs, translation, *drawn)
-    return Assembly(DeferredDrafter(made), rule)
+    drafter = ModelDrafter(model, target, shape, inputs, translation, *drawn)
+    return Assembly(DeferredDrafter(drafter), rule)

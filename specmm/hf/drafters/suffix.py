@@ -26,9 +26,7 @@ ROOT = 0
 
 
 class Guess(NamedTuple):
-    """A chain of ``tokens``, with the estimated probability of each that it and all before it are
-    accepted.
-    """
+    """A chain of ``tokens``; ``probs`` estimate that each and all before it are accepted."""
 
     tokens: list[int]
     probs: list[float]
@@ -37,9 +35,9 @@ class Guess(NamedTuple):
 class SuffixTree:
     """All suffixes of texts, each with how often it occurred.
 
-    States are numbers, ``ROOT`` the empty suffix. Each has the states that ``follow`` it by token,
-    the state of its longest suffix in another state (``link``), the ``length`` of its longest text,
-    and its ``count`` of occurrences.
+    States are numbers; ``ROOT`` is the empty suffix. A state has: the states that ``follow`` it by
+    token; the state of its longest suffix that is in another state (``link``); the ``length`` of
+    its longest text; and its ``count`` of occurrences.
     """
 
     def __init__(self) -> None:
@@ -51,8 +49,8 @@ class SuffixTree:
     def add(self, state: int, token: int) -> int:
         """The state of the text of ``state``, which ends here, with ``token`` after it."""
         length = self.length[state] + 1
-        found = self.follow[state].get(token)
-        if found is None:
+        after = self.follow[state].get(token)
+        if after is None:
             new = self._append({}, length, ROOT, 0)
             while state >= 0 and token not in self.follow[state]:
                 self.follow[state][token] = new
@@ -61,12 +59,12 @@ class SuffixTree:
                 self.link[new] = self._exactly(state, token)
         else:
             new = self._exactly(state, token)
-        place = new
+        suffix = new
         for _ in range(COUNTED):
-            if place == ROOT:
+            if suffix == ROOT:
                 break
-            self.count[place] += 1
-            place = self.link[place]
+            self.count[suffix] += 1
+            suffix = self.link[suffix]
         return new
 
     def _append(self, follow: dict[int, int], length: int, link: int, count: int) -> int:
@@ -77,38 +75,38 @@ class SuffixTree:
         return len(self.link) - 1
 
     def _exactly(self, state: int, token: int) -> int:
-        """The state that follows ``state`` by ``token``, split if it stands for longer texts."""
-        found = self.follow[state][token]
+        """The state after ``state`` by ``token``, split off if it also stands for longer texts."""
+        after = self.follow[state][token]
         length = self.length[state] + 1
-        if self.length[found] == length:
-            return found
-        new = self._append(self.follow[found].copy(), length, self.link[found], self.count[found])
-        self.link[found] = new
-        while state >= 0 and self.follow[state].get(token) == found:
+        if self.length[after] == length:
+            return after
+        new = self._append(self.follow[after].copy(), length, self.link[after], self.count[after])
+        self.link[after] = new
+        while state >= 0 and self.follow[state].get(token) == after:
             self.follow[state][token] = new
             state = self.link[state]
         return new
 
     def match(self, tokens: Iterable[int]) -> tuple[int, int]:
-        """The longest end of ``tokens`` that occurs: its state and its length."""
+        """The state and the length of the longest suffix of ``tokens`` that occurs."""
         state, length = ROOT, 0
         for token in tokens:
             while state != ROOT and token not in self.follow[state]:
                 state = self.link[state]
                 length = self.length[state]
-            found = self.follow[state].get(token)
-            state, length = (ROOT, 0) if found is None else (found, length + 1)
+            after = self.follow[state].get(token)
+            state, length = (ROOT, 0) if after is None else (after, length + 1)
         return state, length
 
     def guess(self, state: int, matched: int, length: int, least: float) -> Guess:
         """Up to ``length`` tokens that followed the last ``matched`` tokens of ``state``, while
         their probability is at least ``least``.
 
-        Of several followers the newest is taken: a change usually stays. If it is c of the n
-        followers, after m matching tokens, its probability is estimated as c / (n + 1/m): by the
-        rule of succession a copy that held for m tokens holds for another. So longer matches have
-        longer drafts. A guess that reaches the end of the text goes on after the earlier
-        occurrence, so that repetitions are drafted at full length.
+        Of several followers the newest is taken, because a change usually stays. If it accounts for
+        c of the n followers, after m matching tokens, its probability is estimated as c / (n +
+        1/m), by the rule of succession. So longer matches give longer drafts. A guess that reaches
+        the end of the text goes on after the earlier occurrence, so that repetitions are drafted at
+        full length.
         """
         tokens: list[int] = []
         probs: list[float] = []
@@ -136,15 +134,15 @@ class SuffixTree:
 
 
 class EarlierAnswers:
-    """Earlier answers that rows draft from: about the ``capacity`` tokens used last.
+    """Earlier answers from which rows draft: about the ``capacity`` most recently used tokens.
 
     As the ``drafter`` of a pipeline with method ``suffix`` it keeps the answers of all calls. Then
     the tokens that a seed draws depend on earlier calls; their distribution does not.
 
-    There are two trees. Answers go to the younger one; when it reaches half of the ``capacity`` it
-    becomes the elder, and the old elder is dropped. Text that a row drafted from an earlier answer
-    is part of its own answer, too, and so enters the younger tree: the least recently used text is
-    dropped first. For one thread at a time. Raises ``ValueError`` for a capacity below 2.
+    There are two trees. Answers go to the younger tree; when that reaches half of the ``capacity``,
+    it becomes the elder, and the old elder is dropped. Text that a row drafted from an earlier
+    answer is part of its own answer, too, and so enters the younger tree: the least recently used
+    text is dropped first. For one thread at a time. Raises ``ValueError`` for a capacity below 2.
     """
 
     method: ClassVar[str] = "suffix"
@@ -158,18 +156,18 @@ class EarlierAnswers:
         self.open: list[list[int]] = []  # answers that are being written
 
     def begin(self, answers: list[list[int]]) -> None:
-        """Keep the answers of the last run as they are now; ``answers`` are being written."""
+        """Store the answers of the last run; ``answers`` are the ones now being written."""
         for answer in self.open:
             self.add(answer)
         self.open = answers
 
     def restart(self, row: int, answer: list[int]) -> None:
-        """Keep the answer of ``row``, which now writes another ``answer``."""
+        """Store the answer of ``row``, which now writes another ``answer``."""
         self.add(self.open[row])
         self.open[row] = answer
 
     def add(self, tokens: Iterable[int], banned: frozenset[int] = frozenset()) -> None:
-        """Keep the ``tokens`` of an answer that has ended, but for those of ``banned``."""
+        """Store the ``tokens`` of a finished answer, except ``banned`` tokens."""
         tree = self.trees[0]
         state = ROOT
         for token in tokens:
@@ -181,8 +179,8 @@ class EarlierAnswers:
 
 
 class SuffixRow:
-    """One row's text, and guesses how it goes on: from itself and, if given, from ``earlier``
-    answers. ``answer`` holds what was appended to the first ``tokens``.
+    """One row's text, and guesses of how it continues: from itself and, if given, from ``earlier``
+    answers. ``answer`` holds the tokens appended after the initial ``tokens``.
 
     Tokens of ``banned`` never match and are never guessed.
     """
@@ -214,15 +212,16 @@ class SuffixRow:
             self.answer.append(token)
 
     def guess(self, length: int, least: float = LEAST) -> Guess:
-        """The likeliest chain of up to ``length`` tokens whose probabilities are at least
-        ``least``; among several texts' chains the one with more expected accepted tokens.
+        """The likeliest chain of up to ``length`` tokens, each with a probability, jointly with the
+        tokens before it, of at least ``least``; of several texts' chains the one with more expected
+        accepted tokens.
         """
         tree = self.tree
         best = tree.guess(self.state, tree.length[self.state], length, least)
         if self.earlier is None:
             return best
-        found = [(each, *each.match(self.latest)) for each in self.earlier.trees]
-        guesses = [each.guess(state, many, length, least) for each, state, many in found]
+        matches = [(other, *other.match(self.latest)) for other in self.earlier.trees]
+        guesses = [other.guess(state, many, length, least) for other, state, many in matches]
         return max(best, *guesses, key=lambda guess: sum(guess.probs))
 
 

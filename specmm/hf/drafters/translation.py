@@ -25,8 +25,8 @@ LEAST = 0.05  # share of the target's tokens that the drafter must know to be wo
 
 
 class Translation:
-    """For each target token the drafter's nearest token, ``ids`` [V], and whether both are the same
-    text, ``shared`` [V].
+    """For each target token: the drafter's nearest token, ``ids`` [V], and whether both have the
+    same text, ``shared`` [V].
 
     ``foreign`` says whether the drafter has another tokenizer, which splits text in its own way.
     """
@@ -41,7 +41,7 @@ class Translation:
         """The identity for a shared tokenizer, whose vocabularies differ by at most ``padding``
         (None: by any number).
 
-        Raises ``ValueError`` when they differ more.
+        Raises ``ValueError`` if they differ by more.
         """
         if padding is not None and abs(drafter - target) > padding:
             raise ValueError(
@@ -60,32 +60,32 @@ class Translation:
         rows: int,
     ) -> Translation:
         """The translation from the target's tokenizer, with ``vocabulary`` tokens, to the
-        drafter's, whose model has so many ``rows``. Raises ``ValueError`` when they share too few
+        drafter's, whose model has ``rows`` tokens. Raises ``ValueError`` if they share too few
         tokens.
         """
         texts = sorted(_texts(drafter).items(), reverse=True)
-        known = {text: i for i, text in texts if i < rows}
+        id_of = {text: i for i, text in texts if i < rows}
         ids = torch.zeros(vocabulary, dtype=torch.int64)
         shared = torch.zeros(vocabulary, dtype=torch.bool)
         for i, text in _texts(target).items():
-            if i < vocabulary and text in known:
-                ids[i] = known[text]
+            if i < vocabulary and text in id_of:
+                ids[i] = id_of[text]
                 shared[i] = True
             elif i < vocabulary:
                 letters = text.decode("utf-8", "ignore")
                 spelled = drafter.encode(letters, add_special_tokens=False)
-                ids[i] = next((one for one in reversed(spelled) if one < rows), 0)
+                ids[i] = next((token for token in reversed(spelled) if token < rows), 0)
         for name in ("eos_token_id", "bos_token_id"):
             ours = getattr(target, name, None)
             theirs = getattr(drafter, name, None)
             if ours is not None and theirs is not None and ours < vocabulary and theirs < rows:
                 ids[ours] = theirs
                 shared[ours] = True
-        found = int(shared.sum())
-        if found < LEAST * vocabulary:
+        count = int(shared.sum())
+        if count < LEAST * vocabulary:
             raise ValueError(
                 f"drafter must share at least {LEAST:.0%} of the target's {vocabulary} tokens, got "
-                f"{found}; use a drafter whose tokenizer splits text alike"
+                f"{count}; use a drafter whose tokenizer splits text alike"
             )
         return cls(ids, shared)
 
@@ -113,10 +113,10 @@ def _texts(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 
 
 def _spelled_in_bytes(token: str) -> bytes:
-    known = BYTES.keys() >= set(token)
-    return bytes(BYTES[letter] for letter in token) if known else token.encode()
+    spelled = BYTES.keys() >= set(token)
+    return bytes(BYTES[letter] for letter in token) if spelled else token.encode()
 
 
 def _spelled_in_letters(token: str) -> bytes:
-    found = BYTE.fullmatch(token)
-    return bytes.fromhex(found[1]) if found else token.replace(SPACE, " ").encode()
+    match = BYTE.fullmatch(token)
+    return bytes.fromhex(match[1]) if match else token.replace(SPACE, " ").encode()

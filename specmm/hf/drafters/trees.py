@@ -20,7 +20,7 @@ DRAWN = (2, 2, 1)  # the tree that is drawn where none is given
 
 
 class Trees(NamedTuple):
-    """A ``tree``, how it is ``drawn`` (whether sampled, siblings how), and the ``rule`` for it."""
+    """A ``tree``, how it is ``drawn`` (whether sampled, and how siblings are), and its ``rule``."""
 
     tree: TreeShape | Dynamic
     drawn: tuple[bool, Siblings]
@@ -28,8 +28,8 @@ class Trees(NamedTuple):
 
 
 def trees_of(method: Grown, target: VLMTarget) -> Trees:
-    """The tree, drawing and rule of ``method`` for ``target``; where drafts must be chains, the
-    default trees become chains.
+    """The tree, drawing and rule of ``method`` for ``target``; if drafts must be chains, default
+    trees become chains.
 
     Raises ``ValueError`` for trees and rules that do not fit the target.
     """
@@ -45,7 +45,7 @@ def trees_of(method: Grown, target: VLMTarget) -> Trees:
 def drawn_trees(
     rule: str, tree: TreeName, target: VLMTarget
 ) -> tuple[TreeShape, tuple[bool, Siblings], Rule]:
-    """A ``tree`` of fixed shape for a ``rule``; raises ``ValueError`` where they do not fit."""
+    """A ``tree`` of fixed shape for a ``rule``; raises ``ValueError`` unless they fit together."""
     verification = Verification.of(rule, target)
     shape = static_tree(tree, target.device)
     target.check_tree(shape.width)
@@ -53,7 +53,7 @@ def drawn_trees(
 
 
 def check_unguided(method: Grown, target: VLMTarget) -> None:
-    """Raise ``ValueError`` for guidance, whose rows these drafters do not read."""
+    """Raise ``ValueError`` under guidance, whose unconditional rows these drafters cannot read."""
     if target.branches > 1:
         raise ValueError(
             f"cfg must be at most 1 for method {method.name!r}; leave it out, or use method ar"

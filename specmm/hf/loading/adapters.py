@@ -1,7 +1,7 @@
 """Models with PEFT adapters: a ``PeftModel``, or the folder that one wrote.
 
-Adapters such as LoRA are part of their base's layers, which run like any model. Virtual tokens
-(prompt tuning, p-tuning, prefix tuning) are not: PEFT's own ``generate`` adds them.
+Adapters such as LoRA become part of their base's layers, which run like any model. Virtual tokens
+(prompt tuning, p-tuning, prefix tuning) do not: PEFT's own ``generate`` adds them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ BASE = "base_model_name_or_path"
 
 
 def base_of(name: str | Path) -> tuple[str | Path, Path | None]:
-    """The base model of ``name`` and its adapter's folder; ``name`` itself and None if it is no
-    adapter.
+    """The base model of the adapter ``name`` and the adapter's folder; ``name`` and None otherwise.
 
     Raises ``ValueError`` for an adapter that does not name its base.
     """
@@ -33,14 +32,14 @@ def base_of(name: str | Path) -> tuple[str | Path, Path | None]:
             f"{folder / CONFIG} must name its base as {BASE!r}, got {base!r}; put its folder or "
             "hub id there"
         )
-    beside = folder / base  # a path relative to the adapter
-    return (beside if not Path(base).is_absolute() and beside.is_dir() else base), folder
+    relative = folder / base  # a path relative to the adapter
+    return (relative if not Path(base).is_absolute() and relative.is_dir() else base), folder
 
 
 def with_adapter(model: Any, folder: Path | None) -> Any:
-    """A ``PeftModel`` of ``model`` with the adapter in ``folder``; ``model`` where there is none.
+    """A ``PeftModel`` of ``model`` with the adapter in ``folder``; ``model`` if that is None.
 
-    Raises ``ValueError`` for one that is damaged or of another base, and without peft.
+    Raises ``ValueError`` if the adapter is damaged or for another base, and without peft.
     """
     if folder is None:
         return model
@@ -49,10 +48,10 @@ def with_adapter(model: Any, folder: Path | None) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder))
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ValueError(
             f"{folder} must hold an adapter of {type(model).__name__} with the sizes of its base "
-            f"{model.config.name_or_path!r}, got: {said}"
+            f"{model.config.name_or_path!r}, got: {reason}"
         ) from error
 
 

@@ -1,9 +1,9 @@
 """Loads models, tokenizers, processors and configs from transformers folders, without their code.
 
 ``from_pretrained`` itself initialises missing weights at random, and offers to run the Python files
-that a folder names under ``auto_map``. Here a missing weight is an error, and no file of a folder
-ever runs: a model that needs its own code is refused, unless transformers has a class that reads
-the same files.
+that a folder names under ``auto_map``. Here a missing weight is an error, and a folder's code never
+runs: a model that needs its own code is refused, unless transformers has a class that reads the
+same files.
 
 A folder with ``package.json`` holds no weights: it names an installed Python package and the GGUF
 file in it, which is unpacked once.
@@ -61,51 +61,51 @@ ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 def find(name: str | Path, **hub: Any) -> Path:
     """The folder of a transformers model: a local one, a pocket name or a hub id.
 
-    ``hub`` is as in :func:`specmm.zoo.find`. Raises ``ValueError`` when there is none.
+    ``hub`` is as in :func:`specmm.zoo.find`. Raises ``ValueError`` if there is none.
     """
     return zoo.find(name, zoo.TRANSFORMERS, **hub)
 
 
 def find_target(name: str | Path, **hub: Any) -> Path:
-    """The folder of a text model, which may name a package in place of weights."""
+    """The folder of a text model, which may name a package instead of holding weights."""
     folder = zoo.pocket_models().get(str(name), Path(str(name)))
     return folder if is_packaged(folder) else find(name, **hub)
 
 
 def weights_folder(folder: Path) -> Path:
-    """The folder that transformers can read: ``folder``, or the place its package is unpacked."""
+    """The folder that transformers can read: ``folder``, or where its package was unpacked."""
     return unpacked(folder) if is_packaged(folder) else folder
 
 
 def load_target(folder: Path, dtype: torch.dtype | None = None, **options: Any) -> tuple[Any, Any]:
     """The causal language model in ``folder`` and its tokenizer.
 
-    ``options`` go to ``from_pretrained``. Raises ``ValueError`` if the folder holds something else.
+    ``options`` go to ``from_pretrained``. Raises ``ValueError`` if the folder holds no such model.
     """
     folder = weights_folder(folder)
     try:
         model = load_model(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
         tokenizer = load_tokenizer(folder)
     except (OSError, ValueError, KeyError) as error:
-        said = str(error).partition("\nModel type should be")[0]  # not all the types
+        reason = str(error).partition("\nModel type should be")[0]  # not all the types
         raise ValueError(
-            f"{folder} must hold a causal language model and its tokenizer ({said})"
+            f"{folder} must hold a causal language model and its tokenizer ({reason})"
         ) from error
     return model.eval(), tokenizer
 
 
 def own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the drafter in ``folder``; None where it reads the target's tokens."""
+    """The tokenizer of the drafter in ``folder``; None if it reads the target's tokens."""
     return load_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
 
 
 def use_tree_attention(model: ModelT) -> ModelT:
-    """``model``, with its language model's attention set to the tree kernel where Triton runs, and
-    elsewhere to groups of rows of similar lengths.
+    """``model``, with its language model's attention set to the tree kernel if Triton runs, else to
+    attention by groups of rows of similar lengths.
 
-    For models whose attention is of another kind (sliding windows, capped scores, sinks, or another
-    implementation than transformers' own choice) nothing changes: trees are scored with dense masks
-    of all rows. A vision tower keeps its attention.
+    Nothing changes for models with another kind of attention (sliding windows, capped scores,
+    sinks, or an implementation that the user chose): their trees are scored with dense masks of all
+    rows. A vision tower keeps its attention.
     """
     text = model.config.get_text_config()
     if text._attn_implementation == NAME:
@@ -135,9 +135,9 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
     """The model in ``folder`` by ``kind``, a model class of transformers or an auto class.
 
     ``options`` go to ``from_pretrained``; weights whose names begin with ``unneeded`` may be
-    missing. Raises ``ValueError`` naming weights that are missing (tied ones may be), of another
-    shape or unreadable, or of more layers than the config has. Weights that the class does not
-    have, such as another task's head, are ignored with a warning.
+    missing. Raises ``ValueError`` naming weights that are missing (unless tied), of another shape,
+    unreadable, or of more layers than the config has. Weights that the class does not have, such as
+    another task's head, are ignored with a warning.
     """
     from safetensors import SafetensorError
 
@@ -153,12 +153,12 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
     except torch.OutOfMemoryError:
         raise
     except ImportError as error:  # a quantiser's, in many lines
-        said = " ".join(str(error).split())
-        raise ValueError(f"{folder} needs a package that is not installed: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder} needs a package that is not installed: {reason}") from error
     except pickle.UnpicklingError as error:
         # torch's own words advise to run it
-        other = f"{folder} must hold tensors only, got a pickle of other things; {ADVICE}"
-        raise no_tensors(folder, error) or ValueError(other) from error
+        unsafe = f"{folder} must hold tensors only, got a pickle of other things; {ADVICE}"
+        raise no_tensors(folder, error) or ValueError(unsafe) from error
     # damaged or missing files, weights that do not join
     except (OSError, RuntimeError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
@@ -169,12 +169,12 @@ def load_model(kind: Any, folder: str | Path, unneeded: str | None = None, **opt
 
 
 def _unreadable(folder: str | Path, error: Exception) -> ValueError:
-    found = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
-    return ValueError(f"{folder} must hold readable weights, got: {found}; {ADVICE}")
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return ValueError(f"{folder} must hold readable weights, got: {reason}; {ADVICE}")
 
 
 def load_config(folder: str | Path) -> PreTrainedConfig:
-    """The config in ``folder``; ``ValueError`` for a model type that only its own code knows."""
+    """The config in ``folder``; ``ValueError`` for a model type that needs the folder's code."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
@@ -185,31 +185,31 @@ def load_tokenizer(folder: str | Path, **options: Any) -> Any:
     """The tokenizer in ``folder``; ``options`` go to ``from_pretrained``.
 
     If the folder names its own class, ``tokenizer.json`` is read instead, or a transformers class
-    known to read its files in the same way is used (Qwen 2's for Dream). Raises ``ValueError``
-    without either, and without any tokenizer.
+    that is known to read the same files (Qwen 2's for Dream). Raises ``ValueError`` if neither is
+    possible, and without a tokenizer.
     """
     try:
-        found = _without_code(AutoTokenizer, folder, options)
+        tokenizer = _without_code(AutoTokenizer, folder, options)
     except (OSError, ValueError) as error:
         if any(file for pattern in VOCABULARIES for file in Path(folder).glob(pattern)):
             raise
         raise _no_vocabulary(folder) from error
-    _check_vocabulary(found, folder)
-    return found
+    _check_vocabulary(tokenizer, folder)
+    return tokenizer
 
 
 def load_processor(folder: str | Path, **options: Any) -> Any:
-    """The processor in ``folder``, its tokenizer as by :func:`load_tokenizer`."""
+    """The processor in ``folder``, with the tokenizer of :func:`load_tokenizer`."""
     from transformers import AutoProcessor  # here, for texts need none
 
-    found = _without_code(AutoProcessor, folder, options)
-    _check_vocabulary(getattr(found, "tokenizer", None), folder)
-    return found
+    processor = _without_code(AutoProcessor, folder, options)
+    _check_vocabulary(getattr(processor, "tokenizer", None), folder)
+    return processor
 
 
 def _check_vocabulary(tokenizer: Any, folder: str | Path) -> None:
-    """Raise ``ValueError`` for the ``tokenizer`` that transformers makes of a ``folder`` without a
-    vocabulary: such a tokenizer knows special tokens only and drops all text.
+    """Raise ``ValueError`` if ``tokenizer`` has only special tokens, which would drop all text:
+    transformers makes such a tokenizer from a ``folder`` without a vocabulary.
     """
     marks = getattr(tokenizer, "added_tokens_encoder", None)
     if marks is not None and len(tokenizer) - len(marks) < 2:  # its own end, too, may be none
@@ -233,13 +233,13 @@ def _without_code(kind: Any, folder: str | Path, options: dict[str, Any]) -> Any
 
 @contextmanager
 def _codeless(folder: Path) -> Iterator[Path | None]:
-    """A view of ``folder`` whose configs name no code; None where they do not anyway."""
+    """A view of ``folder`` whose configs name no code; None if its own configs name none."""
     files = [f for f in sorted(folder.glob("*config.json")) if CODE in f.read_text()]
     if not files:
         yield None
         return
-    with TemporaryDirectory(prefix="specmm-") as made:
-        view = Path(made)
+    with TemporaryDirectory(prefix="specmm-") as temporary:
+        view = Path(temporary)
         for file in folder.iterdir():
             if file in files:
                 facts = _known_classes(_stripped(read_json(file)), folder, file.name == TOKENIZER)
@@ -257,7 +257,7 @@ def _stripped(facts: Any) -> Any:
 
 
 def _known_classes(facts: dict[str, Any], folder: Path, tokenizer: bool) -> dict[str, Any]:
-    """``facts`` of a config with classes of transformers; ``ValueError`` where none is the same."""
+    """A config's ``facts`` with equal classes of transformers; ``ValueError`` if there are none."""
     import transformers
 
     processor = facts.get("processor_class")
@@ -277,9 +277,9 @@ def _known_classes(facts: dict[str, Any], folder: Path, tokenizer: bool) -> dict
 
 
 def _explained(error: Exception, folder: str | Path, brought: bool = False) -> Exception:
-    """``error`` itself; where code was ``brought`` or wanted to run, what to do instead.
+    """``error``, or what to do instead if the folder ``brought`` code or needs its own.
 
-    A type that transformers does not know is one line.
+    A type that transformers does not know gets one line.
     """
     if unknown := re.search("model type `(.+?)` but Transformers does not recognize", str(error)):
         return ValueError(
@@ -311,8 +311,8 @@ def _check_loaded(
         name for name in report["missing_keys"] if unneeded is None or not name.startswith(unneeded)
     )
     extra = sorted(report["unexpected_keys"])
-    other = sorted(report["mismatched_keys"])
-    shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in other]
+    misshapen = sorted(report["mismatched_keys"])
+    shapes = [f"{name} {list(theirs)} for {list(ours)}" for name, theirs, ours in misshapen]
     kinds = {numberless(name) for name in model.state_dict()}
     beyond = _mtp_names(model.config)
     layers = [
@@ -360,35 +360,35 @@ def is_packaged(folder: Path) -> bool:
 
 
 def missing_packages(folder: Path) -> list[str]:
-    """Packages that must be installed before the model of ``folder`` can be unpacked."""
+    """Packages to install before the model of ``folder`` can be unpacked."""
     names = (read_json(folder / zoo.PACKAGE)["package"], *HELPERS)
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
 def unpacked(folder: Path, cache: Path | None = None) -> Path:
-    """A transformers folder of the model that ``folder`` names, float32, made at first use, by one
-    process while others wait.
+    """The model that ``folder`` names, as a float32 transformers folder. It is made at first use,
+    by one process while others wait.
 
-    Raises ``ValueError`` saying what to install where the package is missing.
+    Raises ``ValueError`` naming a package that must be installed.
     """
     facts = read_json(folder / zoo.PACKAGE)
-    found = (cache or CACHE.expanduser()) / str(facts["file"])
-    if (found / "config.json").is_file():
-        return found
+    unpacked_folder = (cache or CACHE.expanduser()) / str(facts["file"])
+    if (unpacked_folder / "config.json").is_file():
+        return unpacked_folder
     missing = missing_packages(folder)
     spec = None if missing else importlib.util.find_spec(facts["package"])
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"this model needs {', '.join(missing)}, run: {facts['install']}")
-    found.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{found}.lock"):
-        if not (found / "config.json").is_file():
+    unpacked_folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{unpacked_folder}.lock"):
+        if not (unpacked_folder / "config.json").is_file():
             with unpacking(folder.name):
-                _unpack(Path(spec.submodule_search_locations[0]), facts, found)
-    return found
+                _unpack(Path(spec.submodule_search_locations[0]), facts, unpacked_folder)
+    return unpacked_folder
 
 
 def _unpack(source: Path, facts: dict[str, Any], into: Path) -> None:
-    """Write the model completely or not at all."""
+    """Write the model of ``source`` ``into`` a folder, completely or not at all."""
     part = into.with_name(f"{into.name}.{os.getpid()}.part")
     kind: Any = AutoModelForCausalLM
     read = load_model(kind, source, gguf_file=facts["file"], dtype=torch.float32)

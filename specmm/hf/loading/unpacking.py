@@ -1,4 +1,4 @@
-"""Unpacks GGUF files by transformers, with a progress bar and in a third of the time."""
+"""Unpacks GGUF files with transformers, with a progress bar and in a third of the time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 @contextmanager
 def unpacking(name: str) -> Iterator[None]:
-    """Context in which a file's metadata is read once, not again for the config, the weights, each
-    layer's names and the tokenizer, which takes most of the time; a progress bar shows ``name``.
+    """Context in which a file's metadata is read only once (transformers reads it for the config,
+    the weights, each layer's names and the tokenizer, most of the time). A progress bar shows
+    ``name``.
     """
     gguf: Any = import_module("gguf")
     theirs: Any = import_module("transformers.modeling_gguf_pytorch_utils")

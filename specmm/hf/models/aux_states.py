@@ -15,15 +15,15 @@ from torch import Tensor, nn
 class AuxStates:
     """The latest outputs of ``layers``, kept by hooks that are removed with this object.
 
-    ``listens`` says whether a forward counts: others may use the same layers.
+    ``listens`` says whether to record a forward: others may use the same layers.
     """
 
     def __init__(
         self, layers: Sequence[nn.Module], listens: Callable[[], bool] = lambda: True
     ) -> None:
         self.seen: list[Tensor | None] = [None] * len(layers)
-        for place, layer in enumerate(layers):
-            handle = layer.register_forward_hook(_recorder(self.seen, place, listens))
+        for number, layer in enumerate(layers):
+            handle = layer.register_forward_hook(_recorder(self.seen, number, listens))
             weakref.finalize(self, handle.remove)
 
     def context(self) -> Tensor:
@@ -32,12 +32,12 @@ class AuxStates:
 
 
 def _recorder(
-    seen: list[Tensor | None], place: int, listens: Callable[[], bool]
+    seen: list[Tensor | None], number: int, listens: Callable[[], bool]
 ) -> Callable[[nn.Module, object, Tensor | tuple[Tensor, ...]], None]:
-    """A hook that holds no reference to the object that owns ``seen``."""
+    """A hook that records into ``seen`` without a reference to the object that owns it."""
 
     def record(_: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
         if listens():
-            seen[place] = output if isinstance(output, Tensor) else output[0]
+            seen[number] = output if isinstance(output, Tensor) else output[0]
 
     return record

@@ -65,7 +65,7 @@ class _SlotLayer(CacheLayerMixin):
 
 
 class _PackedLayer(_SlotLayer):
-    """The ``layer`` of several ``caches`` that one forward writes; see :class:`PackedMask`."""
+    """The same ``layer`` of several ``caches``, which one forward writes; see ``PackedMask``."""
 
     def __init__(self, caches: Sequence[Cache], layer: int, mask: PackedMask) -> None:
         self.caches = caches
@@ -76,14 +76,15 @@ class _PackedLayer(_SlotLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Store each part's keys and values in its cache; attention reads them by the mask."""
         mask = self.mask
         keys, values = mask.split(key_states, 2), mask.split(value_states, 2)
-        each = zip(mask.parts, self.caches, keys, values, strict=True)
-        mask.held = [self._written(*one) for one in each]
-        return key_states, value_states  # attention reads what is held
+        parts = zip(mask.parts, self.caches, keys, values, strict=True)
+        mask.held = [self._written(*one) for one in parts]
+        return key_states, value_states  # which attention does not read
 
     def _written(self, part: Part, cache: Cache, keys: Tensor, values: Tensor) -> Any:
-        """Store a part's ``keys`` and ``values`` [1, K, M, D]; returns what it attends."""
+        """Store a part's ``keys`` and ``values`` [1, K, M, D]; returns what it attends to."""
         if cache.chains is not None:
             return cache.chains.write(self.layer, keys, values)
         rows = part.rows_of(keys, 2), part.rows_of(values, 2)
@@ -91,7 +92,7 @@ class _PackedLayer(_SlotLayer):
 
 
 def packed(caches: Sequence[Cache], mask: PackedMask) -> TransformersCache:
-    """The ``caches`` as one, for a forward of tokens side by side."""
+    """The ``caches`` as one, for a forward over their concatenated tokens."""
     layers = range(len(caches[0].layers))
     return TransformersCache(layers=[_PackedLayer(caches, layer, mask) for layer in layers])
 
@@ -140,23 +141,23 @@ def as_transformers(
     sizes: Sequence[LayerSize | None] = (),
     kinds: Sequence[Any] = (),
 ) -> TransformersCache:
-    """The ``memories`` as ``past_key_values``, in the order of the layers that have one.
+    """The ``memories`` as ``past_key_values``, in the order of the layers that have a memory.
 
     ``sizes`` has None for layers that store no keys of text tokens; by default all layers do. If
     some do not, ``kinds`` are the layers of the model's own cache.
     """
-    left = iter(memories)
+    remaining = iter(memories)
     has = [size is not None for size in sizes] or [True] * len(memories)
     states = [kind.number_of_states if has_states(kind) else 0 for kind in kinds]
-    made: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
-    for number, (own, count) in enumerate(zip_longest(has, states, fillvalue=0)):
-        if own and count:
-            made.append(_SlotStateLayer(next(left), count, number))
+    layers: list[CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer] = []
+    for number, (has_keys, count) in enumerate(zip_longest(has, states, fillvalue=0)):
+        if has_keys and count:
+            layers.append(_SlotStateLayer(next(remaining), count, number))
         elif count:
-            made.append(StateLayer(count, number))
-        elif own:
-            made.append(_SlotLayer(next(left)))
+            layers.append(StateLayer(count, number))
+        elif has_keys:
+            layers.append(_SlotLayer(next(remaining)))
         else:
             dummy = isinstance(kinds[number], DummyLayer)
-            made.append(DummyLayer() if dummy else _FixedLayer())  # type: ignore[no-untyped-call]
-    return TransformersCache(layers=made)
+            layers.append(DummyLayer() if dummy else _FixedLayer())  # type: ignore[no-untyped-call]
+    return TransformersCache(layers=layers)

@@ -2,9 +2,9 @@
 and the cache entries of each layer.
 
 The config does not say how a class changes its logits after the head: the same name is a divisor in
-one class and a factor in the next. So it is measured on the model's own forward: known numbers are
-put beside the head's output, and their results are read. The size of each layer's cache entries is
-read from the cache of the same forward.
+one class and a factor in the next. So it is measured on the model's own forward: the head returns
+known numbers, and the resulting logits are read. The size of each layer's cache entries is read
+from the cache of the same forward.
 
 Shape letters: B batch, L prompt positions, C width, T positions, P known numbers, V vocabulary, v
 some of its tokens.
@@ -56,7 +56,7 @@ Rows = TypeVar("Rows", bound="FewRows")
 class AfterHead:
     """Logits times ``scale``, then limited to ±``cap`` by a tanh (None: no limit).
 
-    Logits of the tokens ``hidden`` become the dtype's lowest number, whatever the head says.
+    Logits of the tokens ``hidden`` become the dtype's lowest number.
     """
 
     scale: float = 1.0
@@ -78,8 +78,8 @@ class Way:
     """How a model is run.
 
     With ``left`` a prompt is padded at the left and prepared by the model itself, as its generate
-    does. With ``whole`` trees and steps go by tokens through all of the model before its head, not
-    by embeddings through its decoder.
+    does. With ``whole``, trees and steps pass as tokens through the whole model below its head;
+    otherwise they pass as embeddings through its decoder.
     """
 
     left: bool = False
@@ -94,13 +94,13 @@ class Family:
     """A model's parts by their common names.
 
     ``head`` turns states [..., C] into logits [..., V], ``embedding`` tokens [...] into the
-    decoder's inputs [..., C]; ``image_tokens`` are the ids that stand for picture content. The
-    logits of a head that is ``foreign`` to the model's own forward are not changed. Unless the
-    vocabulary is ``shared``, ids of drafted tokens mean other tokens than in the prompt.
+    decoder's inputs [..., C]; ``image_tokens`` are the ids that stand for picture content. If the
+    head is ``foreign`` to the model's own forward, its logits are used unchanged. Unless the
+    vocabulary is ``shared``, ids of drawn tokens stand for other tokens than in the prompt.
     """
 
     model: PreTrainedModel
-    body: nn.Module
+    body: nn.Module  # the model without its head
     decoder: Any  # a model of transformers, or of a class beside it
     head: Any
     embedding: Callable[[Tensor], Tensor]
@@ -145,19 +145,19 @@ class Family:
     def head_dim(self) -> int:
         """D, the width of an attention head."""
         config = self.config
-        given = getattr(config, "head_dim", None)
-        return int(given or config.hidden_size // config.num_attention_heads)
+        width = getattr(config, "head_dim", None)
+        return int(width or config.hidden_size // config.num_attention_heads)
 
     @property
     def inner(self) -> int:
         """The width of a feed-forward layer."""
         widths = (getattr(self.config, name, None) for name in INNER)
-        found = next(filter(None, widths), 4 * self.config.hidden_size)
-        return max(found) if isinstance(found, list) else int(found)
+        width = next(filter(None, widths), 4 * self.config.hidden_size)
+        return max(width) if isinstance(width, list) else int(width)
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's layers in order; raises ``ValueError`` where they have no known name."""
+        """The decoder's layers in order; raises ``ValueError`` if they have no known name."""
         name = next((name for name in LAYERS if hasattr(self.decoder, name)), None)
         if name is None:
             raise ValueError(
@@ -178,7 +178,7 @@ class Family:
 
     @cached_property
     def _attention_of(self) -> dict[str, str]:
-        """Where layers have states: the kind of attention of each kind of layer, "" for none."""
+        """For models with states: the kind of attention of each kind of layer, "" for none."""
         types = getattr(self.config, "layer_types", None) or [FULL] * len(self.cache_kinds)
         kinds = zip(types, self.cache_kinds, self.layer_sizes, strict=True)
         return {
@@ -188,22 +188,22 @@ class Family:
 
     @cached_property
     def window(self) -> int:
-        """Positions a sliding layer attends, itself included; 0 where no layer slides."""
+        """Positions that a sliding layer attends to, its own included; 0 without sliding layers."""
         return int(self.config.sliding_window or 0) if SLIDING in self.kinds else 0
 
     @cached_property
     def chunk(self) -> int:
-        """Positions of a chunk, within which a chunked layer attends; 0 where there is none."""
+        """Positions of a chunk, within which a chunked layer attends; 0 without such layers."""
         return int(self.config.attention_chunk_size) if CHUNKED in self.kinds else 0
 
     @property
     def partial(self) -> bool:
-        """Whether some layers attend a part of the positions before a token."""
+        """Whether some layers attend to only a part of the earlier positions."""
         return bool(self.window or self.chunk)
 
     @cached_property
     def layer_sizes(self) -> tuple[LayerSize | None, ...]:
-        """Size of each layer's cache entry for a token; None without keys and values of its own."""
+        """Size of each layer's cache entry for a token; None for layers without keys and values."""
         return fact(self.model, LAYER_SIZES, self._stored_sizes)  # or its own forward was asked
 
     def _stored_sizes(self) -> tuple[LayerSize | None, ...]:
@@ -221,12 +221,12 @@ class Family:
 
     @cached_property
     def chains_only(self) -> bool:
-        """Whether drafts must be chains: some layers have a state, which only one path can move."""
+        """Whether drafts must be chains: some layers' states can follow only one path."""
         return any(map(has_states, self.cache_kinds))
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """The ways in which this model may be run, in the order in which they are tried."""
+        """The possible ways to run this model, in the order in which they are tried."""
         # padding at the right would move states; some decoders take more of a token than a state
         return tuple(
             way
@@ -267,15 +267,15 @@ class Family:
         """Positions after which "dynamic" rotary embeddings depend on the longest text of a
         forward, so that a draft's would differ from a single token's; None for other embeddings.
         """
-        found = int(getattr(self.config, "max_position_embeddings", None) or 0)
-        each = [_original(rope, found) for rope in self._scaled if rope["rope_type"] == "dynamic"]
+        length = int(getattr(self.config, "max_position_embeddings", None) or 0)
+        each = [_original(rope, length) for rope in self._scaled if rope["rope_type"] == "dynamic"]
         return min(each, default=None)
 
     @property
     def rows(self) -> int:
         """The number of tokens with an embedding; 0 if it cannot be determined."""
-        known = self.embedding
-        return known.num_embeddings if isinstance(known, nn.Embedding) else 0
+        table = self.embedding
+        return table.num_embeddings if isinstance(table, nn.Embedding) else 0
 
     @cached_property
     def turning_point(self) -> int | None:
@@ -296,7 +296,7 @@ class Family:
 
     def plain_embedding(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., C] of ``tokens`` [...] as block drafters and MTP layers read them:
-        before a norm that some models put on top, and without gradients.
+        without a norm that some models apply afterwards, and without gradients.
         """
         if not hasattr(self.embedding, "embed_norm"):
             return self.embedding(tokens).detach()
@@ -317,7 +317,7 @@ class Family:
     def logits_of(self, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         """A head for the tokens ``ids`` [v] (None: all): states [..., C] to logits [..., v].
 
-        It uses the weights of this moment: ask again in each call.
+        It uses the current weights; call this again for each run.
         """
         if ids is None:
             return self.logits
@@ -345,14 +345,14 @@ class Family:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether attention takes a tree's mask: loaded with ``specmm_tree``, without a window."""
+        """Whether attention takes a tree's mask: it is set to ``specmm_tree`` and has no window."""
         return self.config._attn_implementation == TREES and not self.partial
 
     def masks(self, bias: Tensor | None, queries: Tensor, keys: Tensor) -> Any:
         """The attention mask argument of the decoder: one mask, or one by kind of layer.
 
-        ``bias`` [B, 1, N, S] is the mask of full attention, ``queries`` [1 or B, N] and ``keys``
-        [B, S] the places of nodes and slots in their texts.
+        ``bias`` [B, 1, N, S] is the mask of full attention; ``queries`` [1 or B, N] and ``keys``
+        [B, S] are the indices of nodes and slots in their texts.
         """
         if not any(self.layer_sizes):  # states alone
             return None
@@ -381,8 +381,8 @@ class Family:
         if not self.mrope:
             return {}, none
         if prompt.inputs.get(POSITIONS) is not None:
-            given = prompt.inputs[POSITIONS]
-            return {POSITIONS: given}, _after(given, prompt.lengths) - prompt.lengths
+            stated = prompt.inputs[POSITIONS]
+            return {POSITIONS: stated}, _after(stated, prompt.lengths) - prompt.lengths
         types = prompt.inputs.get("mm_token_type_ids")
         if types is None:  # 1 stands for a picture's token, 2 for a video's
             kinds = enumerate(self.image_tokens, start=1)
@@ -403,49 +403,49 @@ class Family:
         """
         model: Any = self.model
         ids = inputs["input_ids"]
-        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        others = {name: value for name, value in inputs.items() if name != "input_ids"}
         takes = POSITIONS in inspect.signature(model.forward).parameters
-        if takes and rest.get(POSITIONS) is None:
-            rest[POSITIONS] = model._prepare_position_ids_for_generation(ids, dict(rest))
-        given = model.prepare_inputs_for_generation(
-            ids, is_first_iteration=True, use_cache=True, **{self.cache_name: past}, **rest
+        if takes and others.get(POSITIONS) is None:
+            others[POSITIONS] = model._prepare_position_ids_for_generation(ids, dict(others))
+        prepared = model.prepare_inputs_for_generation(
+            ids, is_first_iteration=True, use_cache=True, **{self.cache_name: past}, **others
         )
-        given = {name: value for name, value in given.items() if name not in DROPPED}
-        if given.get(POSITIONS) is None:
-            return given, torch.full_like(ids[:, 0], ids.shape[1])
-        following = given[POSITIONS][..., -1] + 1
-        return given, following.expand(*following.shape[:-1], len(ids))
+        prepared = {name: value for name, value in prepared.items() if name not in DROPPED}
+        if prepared.get(POSITIONS) is None:
+            return prepared, torch.full_like(ids[:, 0], ids.shape[1])
+        following = prepared[POSITIONS][..., -1] + 1
+        return prepared, following.expand(*following.shape[:-1], len(ids))
 
-    def run(self, given: dict[str, Any]) -> tuple[Tensor, Any]:
+    def run(self, inputs: dict[str, Any]) -> tuple[Tensor, Any]:
         """The decoder's last states [R, L, C] in a forward of the body, and the body's output."""
         if self.body is not self.model:
-            output = self.body(use_cache=True, **given)
+            output = self.body(use_cache=True, **inputs)
             return output.last_hidden_state, output
-        seen = []  # the model names no body: its head is run, too
+        states = []  # the model names no body: its head is run, too
 
         def see(_: nn.Module, __: object, output: Any) -> None:
-            seen.append(output.last_hidden_state)
+            states.append(output.last_hidden_state)
 
         handle = self.decoder.register_forward_hook(see)
         try:
-            output = self.body(use_cache=True, logits_to_keep=1, **given)
+            output = self.body(use_cache=True, logits_to_keep=1, **inputs)
         finally:
             handle.remove()
-        return seen[-1], output
+        return states[-1], output
 
     def each_token(self, inputs: dict[str, Any], output: Any) -> dict[str, Any]:
         """The arguments [B, 1, ...], mask and position aside, that the model's generate would pass
         to its forward for the first token after ``inputs``, whose prefill returned ``output``.
         """
         model: Any = self.model
-        rest = {name: value for name, value in inputs.items() if name != "input_ids"}
+        others = {name: value for name, value in inputs.items() if name != "input_ids"}
         ids = torch.cat([inputs["input_ids"], inputs["input_ids"][:, -1:]], dim=1)
-        rest = model._update_model_kwargs_for_generation(output, rest, is_encoder_decoder=False)
-        given = model.prepare_inputs_for_generation(
-            ids, next_sequence_length=1, use_cache=True, **rest
+        others = model._update_model_kwargs_for_generation(output, others, is_encoder_decoder=False)
+        following = model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, use_cache=True, **others
         )
-        known = {*DROPPED, "input_ids", "attention_mask", POSITIONS}
-        return {k: v for k, v in given.items() if k not in known and isinstance(v, Tensor)}
+        left_out = {*DROPPED, "input_ids", "attention_mask", POSITIONS}
+        return {k: v for k, v in following.items() if k not in left_out and isinstance(v, Tensor)}
 
     def spread(self, positions: Tensor) -> Tensor:
         """Positions [B, N] or [parts, B, N] as the decoder takes them: under M-RoPE in parts, which
@@ -462,9 +462,9 @@ def _after(positions: Tensor, lengths: Tensor) -> Tensor:
 
 def head_of(model: PreTrainedModel) -> Any:
     """The module that turns states into logits: the ``model``'s, or its language model's, head."""
-    own = model.get_output_embeddings()
+    head = model.get_output_embeddings()
     decoder: Any = model.get_decoder()
-    return decoder.get_output_embeddings() if own is None and decoder is not model else own
+    return decoder.get_output_embeddings() if head is None and decoder is not model else head
 
 
 def cache_name(module: nn.Module | type[nn.Module]) -> str:
@@ -479,34 +479,34 @@ def _compiled_from(module: Any) -> Any:
 
 
 def has_states(layer: Any) -> bool:
-    """Whether a ``layer`` of transformers' cache has states."""
+    """Whether a ``layer`` of transformers' cache holds states."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def after_head(model: PreTrainedModel) -> AfterHead:
     """How ``model`` changes its head's logits, measured by one forward of a token and cached.
 
-    Raises ``ValueError`` when that is neither a factor nor a cap nor hidden tokens.
+    Raises ``ValueError`` for other changes than a factor, a cap and hidden tokens.
     """
 
     def find() -> AfterHead:
         own_logits(model, plain_tokens(model.config, 1)[None])
-        found: AfterHead = facts(model)[AFTER_HEAD]
-        return found
+        answer: AfterHead = facts(model)[AFTER_HEAD]
+        return answer
 
     return fact(model, AFTER_HEAD, find)
 
 
 def empty_cache(model: PreTrainedModel) -> DynamicCache:
-    """A cache of transformers with what each of the ``model``'s layers needs."""
+    """An empty transformers cache with the kind of entry that each layer of ``model`` needs."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """The model's own logits [B, T, V] of ``input_ids`` [B, T].
 
-    ``after_head`` and ``layer_sizes`` are read from the same forward. Raises ``ValueError`` when
-    the model does more than to scale, to cap and to hide some of its logits.
+    ``after_head`` and ``layer_sizes`` are read from the same forward. Raises ``ValueError`` if the
+    model changes logits otherwise than by a factor, a cap and hidden tokens.
     """
     cache = empty_cache(model)
     known = torch.tensor(KNOWN, dtype=torch.float64, device=model.device)
@@ -523,15 +523,15 @@ def own_logits(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     handle = head_of(model).register_forward_hook(add_known)
     try:
         with torch.inference_mode():
-            given = {"input_ids": input_ids.to(model.device), cache_name(model): cache}
-            logits: Tensor = model(**given, use_cache=True).logits
+            inputs = {"input_ids": input_ids.to(model.device), cache_name(model): cache}
+            logits: Tensor = model(**inputs, use_cache=True).logits
     finally:
         handle.remove()
     if len(runs) != 1:
-        raise ValueError(f"its head must be run once a forward, it was run {len(runs)} times")
-    found = facts(model)
-    found[AFTER_HEAD] = _fitted(known, logits[0, -len(KNOWN) :])
-    found[LAYER_SIZES] = stored_sizes(cache)
+        raise ValueError(f"its head must run once a forward, got {len(runs)} runs")
+    model_facts = facts(model)
+    model_facts[AFTER_HEAD] = _fitted(known, logits[0, -len(KNOWN) :])
+    model_facts[LAYER_SIZES] = stored_sizes(cache)
     return logits[:, : -len(KNOWN)]
 
 
@@ -549,25 +549,25 @@ def stored_sizes(cache: DynamicCache) -> tuple[LayerSize | None, ...]:
 
 def room_of(config: Any) -> int:
     """Most positions of a text, including those that scaled rotary embeddings add."""
-    found = int(getattr(config, "max_position_embeddings", None) or 0)
-    longest = (int(_original(rope, found) * rope["factor"]) for rope in _scaled(config))
-    return max(found, *longest, 0) or sys.maxsize
+    length = int(getattr(config, "max_position_embeddings", None) or 0)
+    longest = (int(_original(rope, length) * rope["factor"]) for rope in _scaled(config))
+    return max(length, *longest, 0) or sys.maxsize
 
 
 def _scaled(config: Any) -> list[dict[str, Any]]:
-    """Parameters of the rotary embeddings with a factor; each kind of layer may have its own."""
+    """Parameters of rotary embeddings that have a factor; they may differ by kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
-    each = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
-    return [kind for kind in each if kind.get("factor") and kind.get("rope_type") in SCALED]
+    ropes = (rope, *(kind for kind in rope.values() if isinstance(kind, dict)))
+    return [kind for kind in ropes if kind.get("factor") and kind.get("rope_type") in SCALED]
 
 
-def _original(rope: dict[str, Any], found: int) -> int:
+def _original(rope: dict[str, Any], length: int) -> int:
     """Positions that rotary embeddings ``rope`` had before they were scaled."""
-    return int(rope.get("original_max_position_embeddings") or found)
+    return int(rope.get("original_max_position_embeddings") or length)
 
 
 def plain_tokens(config: PreTrainedConfig, count: int) -> Tensor:
-    """Ids [count] of the vocabulary that are neither special nor placeholders of pictures."""
+    """``count`` ids of the vocabulary that are neither special nor placeholders of pictures."""
     text = config.get_text_config()
     special = _special(config) | _special(text)
     size = int(text.vocab_size)
@@ -600,19 +600,19 @@ class FewRows(nn.Module):
 
     def scored(self, states: Tensor) -> Tensor:
         """Logits [..., v] of ``states`` [..., C]."""
-        found: Tensor = self.few(states.to(self.few.weight.dtype))
-        return found
+        logits: Tensor = self.few(states.to(self.few.weight.dtype))
+        return logits
 
 
 def few_rows(kind: type[Rows], head: nn.Linear, ids: Tensor) -> Rows:
     """Shared, up-to-date rows of ``head`` for the tokens ``ids`` [v], of class ``kind``."""
-    found = fact(head, (kind, tuple(ids.tolist())), partial(kind, head, ids))
-    found.read(head)
-    return found
+    rows = fact(head, (kind, tuple(ids.tolist())), partial(kind, head, ids))
+    rows.read(head)
+    return rows
 
 
 def _without(logits: Tensor, hidden: Tensor | None) -> Tensor:
-    """``logits`` [..., V] with the least number there is for the tokens ``hidden`` [V]."""
+    """``logits`` [..., V] with the dtype's lowest number for the tokens ``hidden`` [V]."""
     return logits if hidden is None else logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
 
 
@@ -629,28 +629,28 @@ def _special(config: PreTrainedConfig) -> set[int]:
     return {i for v in values for i in (v if isinstance(v, list) else [v]) if isinstance(i, int)}
 
 
-def _fitted(known: Tensor, found: Tensor) -> AfterHead:
-    """What the model's class does to logits: scale, cap and hidden tokens, found by making the head
-    return the numbers ``known`` [P] (``KNOWN``), of which the class made the logits ``found`` [P,
-    V].
+def _fitted(known: Tensor, computed: Tensor) -> AfterHead:
+    """How the model's class changes logits: scale, cap and hidden tokens. A head that returned the
+    numbers ``known`` [P] (``KNOWN``) led to the logits ``computed`` [P, V].
 
-    Raises ``ValueError`` if these three do not explain ``found``.
+    Raises ``ValueError`` if these three do not explain ``computed``.
     """
-    shut = (found == torch.finfo(found.dtype).min).all(0)
-    open_ones = found[:, ~shut]
+    shut = (computed == torch.finfo(computed.dtype).min).all(0)
+    open_ones = computed[:, ~shut]
     hidden = tuple(shut.nonzero()[:, 0].tolist()) if open_ones.numel() else ()
-    found = open_ones if hidden else found
-    values = found[:, 0].double()
+    computed = open_ones if hidden else computed
+    values = computed[:, 0].double()
     small = float(values[0])
     large = float(values[1])
-    rounding = ROUNDINGS * torch.finfo(found.dtype).eps
+    rounding = ROUNDINGS * torch.finfo(computed.dtype).eps
     # a logit of LARGE grows in proportion to one of SMALL unless a tanh caps it
     cap = large if abs(large) < abs(small) / SMALL * LARGE / 2 else None
     scale = (small if cap is None else cap * float(torch.atanh(values[0] / cap))) / SMALL
     fitted = AfterHead(1.0 if abs(scale - 1) <= rounding else scale, cap, hidden)
-    wanted = fitted(known).to(found.dtype)[:, None].expand_as(found)
-    if not torch.allclose(found, wanted, rtol=rounding, atol=rounding):
+    expected = fitted(known).to(computed.dtype)[:, None].expand_as(computed)
+    if not torch.allclose(computed, expected, rtol=rounding, atol=rounding):
         raise ValueError(
-            "it does more to its logits after the head than to scale, to cap and to hide them"
+            "its logits change after the head in other ways than by a factor, a cap and hidden "
+            "tokens"
         )
     return fitted

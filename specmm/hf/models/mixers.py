@@ -1,7 +1,7 @@
-"""Finds the modules of a decoder that read and write states, and what they can do.
+"""Finds the modules of a decoder that read and write states, and how these can be reset.
 
-Both are found by running the model, at its first prompt: the module that runs while a layer's state
-is written is its mixer, and random states show what it can do (see ``states``).
+Both are found by running the model on its first prompt: the module that runs while a layer's state
+is written is its mixer, and random states show which way of resetting works (see ``states``).
 
 Shape letters: R rows, C width, T tokens.
 """
@@ -39,7 +39,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixer:
-    """A module that reads and writes the states at ``slots``, and its way back."""
+    """A module that reads and writes the states at ``slots``, and its way of resetting them."""
 
     module: nn.Module
     slots: tuple[Slot, ...]
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     width: int
 
     def map(self, change: Callable[[Tensor], Tensor], width: int) -> Call:
-        """A copy with every tensor of tokens changed to one of ``width`` tokens."""
+        """A copy with ``change`` applied to all tensors of tokens, then of ``width`` tokens."""
         args, kwargs = map_tokens(change, self.width, (self.args, self.kwargs))
         return Call(args, kwargs, width)
 
@@ -74,7 +74,7 @@ class Call(NamedTuple):
 class StateLayer(LinearAttentionLayer):
     """The states of one layer, [R, ...].
 
-    While ``record_past`` is on, a forward does not change them and puts new states into ``made``.
+    While ``record_past`` is on, a forward does not change them but stores new states in ``made``.
     """
 
     def __init__(self, number_of_states: int = 1, number: int = 0) -> None:
@@ -90,7 +90,7 @@ class StateLayer(LinearAttentionLayer):
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The convolution's inputs [R, C, T], with those in the state in front."""
+        """The convolution's inputs [R, C, T], preceded by the inputs in the state."""
         slot = Slot(self.number, "conv", state_idx)
         if self.written is not None:
             self.written(slot)
@@ -110,22 +110,22 @@ class StateLayer(LinearAttentionLayer):
         if self.written is not None:
             self.written(slot)
         if not self.record_past:
-            kept: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
-            return kept
+            updated: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+            return updated
         self.made[slot] = recurrent_states
         return recurrent_states
 
     def state(self, slot: Slot) -> Tensor:
         """The state at ``slot``."""
-        held = self.conv_states if slot.kind == "conv" else self.recurrent_states
-        found = held[slot.place]
-        assert found is not None, "the prefill leaves a state"
-        return found
+        states = self.conv_states if slot.kind == "conv" else self.recurrent_states
+        state = states[slot.place]
+        assert state is not None, "the prefill leaves a state"
+        return state
 
     def put(self, slot: Slot, state: Tensor) -> None:
         """Put ``state`` at ``slot``."""
-        held = self.conv_states if slot.kind == "conv" else self.recurrent_states
-        held[slot.place] = state
+        states = self.conv_states if slot.kind == "conv" else self.recurrent_states
+        states[slot.place] = state
 
 
 Layers: TypeAlias = Mapping[int, StateLayer]  # by number
@@ -150,9 +150,9 @@ def way_of(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: Call)
 
 
 def _continues(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: Call) -> bool:
-    """Whether ``module`` gives the same results for several tokens at once as one after the other.
+    """Whether ``module`` gives the same results for several tokens at once as one by one.
 
-    Its states are random for the test, so that ignoring them shows. Numbers are float32: half
+    The test uses random states, so that a module that ignores them fails, and float32, because half
     precision would hide the effect of a bound.
     """
     last = call.part(call.width - 1, call.width).map(_float, 1)
@@ -161,15 +161,15 @@ def _continues(layers: Layers, module: nn.Module, slots: Sequence[Slot], call: C
     committed = read(layers, slots)
     generator = torch.Generator(committed[0].device)
 
-    def run(own: nn.Module, *calls: Call) -> list[Tensor]:
+    def run(mixer: nn.Module, *calls: Call) -> list[Tensor]:
         generator.manual_seed(0)
         write(layers, slots, [_noise(x, generator) for x in committed])
-        outputs = [tokens_of(part.run(own), part.width) for part in calls]
+        outputs = [tokens_of(part.run(mixer), part.width) for part in calls]
         return [*torch.cat(outputs, dim=1).unbind(1), *read(layers, slots)]
 
     try:
-        own = copy.deepcopy(module).float()
-        pairs = zip(run(own, together), run(own, *tokens), strict=True)
+        in_float32 = copy.deepcopy(module).float()
+        pairs = zip(run(in_float32, together), run(in_float32, *tokens), strict=True)
         return all(_close(a, b) for a, b in pairs)
     except (RuntimeError, ValueError, IndexError):
         return False  # the mixer takes one token only
@@ -188,7 +188,7 @@ class Watch:
 
     @contextmanager
     def hooks(self, decoder: nn.Module) -> Iterator[None]:
-        """Context for one run of ``decoder``, which is recorded."""
+        """Context that records one run of ``decoder``."""
         handles: list[Any] = []
         for module in decoder.modules():
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -212,6 +212,7 @@ class Watch:
             self.running.pop()
 
     def _written(self, slot: Slot) -> None:
+        """Note that the running module writes the state at ``slot``."""
         module, args, kwargs = self.running[-1]
         first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         call = Call(args, kwargs, first.shape[1])
@@ -227,12 +228,12 @@ def of_tokens(x: object, width: int) -> bool:
 
 
 def map_tokens(change: Callable[[Tensor], Tensor], width: int, value: Any) -> Any:
-    """``value`` with each of its tensors [R, ``width``, ...] changed."""
+    """``value`` with ``change`` applied to each of its tensors [R, ``width``, ...]."""
     return pytree.tree_map(lambda x: change(x) if of_tokens(x, width) else x, value)
 
 
 def zipped(old: Call, new: Call, most: int, join: Callable[[Tensor, Tensor], Tensor]) -> Call:
-    """``new``, every tensor of tokens joined to its counterpart in ``old``."""
+    """``new``, with every tensor of tokens joined by ``join`` to its counterpart in ``old``."""
     args, kwargs = pytree.tree_map(
         lambda a, b: join(a, b) if of_tokens(b, new.width) else b,
         (old.args, old.kwargs),
@@ -243,8 +244,8 @@ def zipped(old: Call, new: Call, most: int, join: Callable[[Tensor, Tensor], Ten
 
 def tokens_of(output: Any, width: int) -> Tensor:
     """The first tensor [R, ``width``, ...] of a module's ``output``."""
-    found: Tensor = next(x for x in pytree.tree_leaves(output) if of_tokens(x, width))
-    return found
+    states: Tensor = next(x for x in pytree.tree_leaves(output) if of_tokens(x, width))
+    return states
 
 
 def _float(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Restricts a head to the rows of the tokens that are allowed at all.
+"""Restricts a head to the rows of the tokens that may ever be drawn.
 
 A model whose picture tokens share a vocabulary with its words (Emu3: 32,769 of 184,622 entries)
 scores all of them at every step, although most are never allowed.
@@ -29,7 +29,7 @@ class RestrictedHead(FewRows):
 
     @property
     def weight(self) -> Tensor:
-        """Its rows [W, C]."""
+        """The rows that it uses [W, C]."""
         return self.few.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class RestrictedHead(FewRows):
 
 
 def restricted(head: Any, may_come: Tensor) -> Any:
-    """``head``, or only its rows for tokens that ``may_come`` [V] if that saves most of them.
+    """``head``, restricted to its rows for tokens that ``may_come`` [V] if that saves most rows.
 
     Calls with the same weights share the rows.
     """

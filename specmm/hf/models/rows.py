@@ -55,7 +55,7 @@ class RowProcessors:
         return any(row.stateful for row in self.rows)
 
     def check_vocabulary(self, size: int) -> None:
-        """Rows were checked when they were made."""
+        """Does nothing: rows were checked when they were made."""
 
     def probs(
         self, logits: Tensor, history: History, tree: DraftTree | None, out: Tensor | None = None
@@ -63,7 +63,7 @@ class RowProcessors:
         """Distributions [B, N, V] of ``logits`` [B, N, V]."""
         groups: list[tuple[ProbsProcessor, list[int]]] = []
         for number, row in enumerate(self.rows):
-            alike = next((rows for one, rows in groups if _alike(one, row)), None)
+            alike = next((rows for shared, rows in groups if _alike(shared, row)), None)
             if alike is None:
                 groups.append((row, [number]))
             else:
@@ -72,18 +72,18 @@ class RowProcessors:
         if len(groups) == 1 and isinstance(groups[0][0], Processor):
             return groups[0][0].probs(logits, history, tree)
         kind = torch.promote_types(logits.dtype, torch.float32)
-        found = torch.empty_like(logits, dtype=kind)
-        for own, rows in groups:
-            some = torch.tensor(rows, device=logits.device)
-            part = None if tree is None else _part(tree, some)
+        probs = torch.empty_like(logits, dtype=kind)
+        for processor, rows in groups:
+            index = torch.tensor(rows, device=logits.device)
+            part = None if tree is None else _tree_rows(tree, index)
             try:
-                found[some] = own.probs(logits[some], history.rows(some), part)
+                probs[index] = processor.probs(logits[index], history.rows(index), part)
             except Exception as error:
                 if out_of_memory(error):
                     raise
                 self.failed |= dict.fromkeys(rows, error)
-                found[some] = torch.eye(1, found.shape[-1], device=found.device)
-        return found
+                probs[index] = torch.eye(1, probs.shape[-1], device=probs.device)
+        return probs
 
 
 def _alike(one: ProbsProcessor, other: ProbsProcessor) -> bool:
@@ -91,12 +91,12 @@ def _alike(one: ProbsProcessor, other: ProbsProcessor) -> bool:
     return one is other or (isinstance(one, Processor) and one == other)
 
 
-def _part(tree: DraftTree, some: Tensor) -> DraftTree:
-    """``some`` rows [n] of a ``tree``."""
+def _tree_rows(tree: DraftTree, rows: Tensor) -> DraftTree:
+    """The ``rows`` [n] of a ``tree``."""
     shape = tree.shape
     if not shape.shared:
-        shape = TreeShape(shape.parents[some], shape.depth, shape.width)
-    return DraftTree(tree.tokens[some], shape)
+        shape = TreeShape(shape.parents[rows], shape.depth, shape.width)
+    return DraftTree(tree.tokens[rows], shape)
 
 
 class RowsTarget(VLMTarget):
@@ -108,19 +108,19 @@ class RowsTarget(VLMTarget):
 
     joins: ClassVar[bool] = True
     processor: RowProcessors
-    started: RowsTarget
+    started: RowsTarget  # the row that joined last, for its drafter
 
     def __init__(self, model: Any, name: str) -> None:
         super().__init__(model, RowProcessors(), name)
         self.beside: list[Piece] = []  # read by the next forward, too
         self.drafted: Nodes | None = None  # nodes to score, if rows differ in drafts
         if self.joins and (reason := why_no_rows(self.family, self.way)):
-            raise ValueError(f"rows of {name} cannot join others: {reason}")
+            raise ValueError(f"rows of {name} cannot join a batch: {reason}")
         self.scratch = 1
 
     @cached_property
     def reads_ragged(self) -> bool:
-        """Whether prompts of several lengths can be read at once."""
+        """Whether prompts of different lengths can be read at once."""
         if self.family.chains_only:
             return False
         prompt = VLMPrompt({**padded([[0, 0], [0]])}, 1).to(self.device, self.dtype)
@@ -130,7 +130,7 @@ class RowsTarget(VLMTarget):
             return False
 
     def open(self, scratch: int, rows: int = 1) -> None:
-        """Begin without rows, with room for trees of ``scratch`` nodes, and for ``rows`` rows where
+        """Begin without rows, with room for trees of ``scratch`` nodes, and for ``rows`` rows if
         memory is only reserved.
         """
         self.scratch = scratch
@@ -152,7 +152,7 @@ class RowsTarget(VLMTarget):
 
     @property
     def _members(self) -> list[Joining]:
-        """The objects that hold state for each row."""
+        """The objects that hold per-row state."""
         states = [] if self.recurrent is None else [self.recurrent]
         return [self.cache, self.history, *states]
 
@@ -169,9 +169,9 @@ class RowsTarget(VLMTarget):
             return
         step = now if self.cache.near else NEAR
         room = -(-room // step) * step
-        more = room - now
+        added = room - now
         self.cache.widen(room)
-        self.history.tokens = torch.nn.functional.pad(self.history.tokens, (0, more))
+        self.history.tokens = torch.nn.functional.pad(self.history.tokens, (0, added))
         self.places = torch.arange(self.cache.slots, device=self.device).repeat(len(self.begins), 1)
 
     def join(self) -> None:
@@ -192,11 +192,11 @@ class RowsTarget(VLMTarget):
 
     def take(self, row: int, reading: Reading, source: int = 0) -> TargetOutput:
         """Begin prompt ``source`` of ``reading`` in ``row``; returns the output after it."""
-        alone = reading.alone
+        single = reading.alone
         self.started = reading.row(source)
         self.widen(reading.room)
-        self.processor.rows[row] = alone.processor.rows[source]
-        self.take_row(row, alone, source)
+        self.processor.rows[row] = single.processor.rows[source]
+        self.take_row(row, single, source)
         return reading.output_of(source)
 
     def spoilt(self) -> dict[int, Exception]:
@@ -206,11 +206,11 @@ class RowsTarget(VLMTarget):
         return dict.fromkeys(rows, not_finite(self.name)) | self.processor.failed
 
     def without_cache(self) -> RowsTarget:
-        """A copy with the state that drafters read of a prompt, without its keys and values."""
-        found = copy.copy(self)
+        """A copy with the state of a prompt that drafters read, without keys and values."""
+        target = copy.copy(self)
         for name in ("cache", "past", "history", "logits"):
-            vars(found).pop(name, None)
-        return found
+            vars(target).pop(name, None)
+        return target
 
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
         self.logits = logits  # [B, N, V], for those who ask how likely a token was
@@ -222,20 +222,18 @@ class RowsTarget(VLMTarget):
 
     @property
     def resumes(self) -> bool:
-        """Whether reading can resume after a stored beginning; not for layers with states."""
+        """Whether reading can resume after a stored prefix; not for layers with states."""
         return self.joins and not self.family.chains_only
 
     @property
     def packs(self) -> bool:
-        """Whether tokens of other caches can go through the model beside those of its rows."""
+        """Whether one forward can process tokens of other caches beside the rows' tokens."""
         family = self.family
         return family.takes_trees and not (family.chains_only or self.way.whole or self.way.left)
 
     @property
     def reads_pieces(self) -> bool:
-        """Whether texts can be read as chains of nodes: drafters have M-RoPE's positions of whole
-        prompts alone.
-        """
+        """Whether texts can be read in pieces (chains); drafters need M-RoPE of whole prompts."""
         return self.packs and not (self.wants_context and self.family.mrope)
 
     def score(self, tree: DraftTree) -> TargetOutput:
@@ -266,24 +264,25 @@ class RowsTarget(VLMTarget):
         chains = backend(self.device) == "torch"
         ids = [tokens, *(piece.ids for piece in pieces)]
         targets = [self, *(piece.reading.alone for piece in pieces)]
-        parts = [one.part(own, chains) for one, own in zip(targets, ids, strict=True)]
-        places = [one.places_of(own) for one, own in zip(targets, ids, strict=True)]
+        pairs = list(zip(targets, ids, strict=True))
+        parts = [target.part(tokens_of, chains) for target, tokens_of in pairs]
+        places = [target.places_of(tokens_of) for target, tokens_of in pairs]
         mask = PackedMask(parts)
-        rest: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
-        rest[self.family.cache_name] = packed([target.cache for target in targets], mask)
+        options: dict[str, Any] = {"attention_mask": PLACEHOLDER, "tree_mask": mask}
+        options[self.family.cache_name] = packed([target.cache for target in targets], mask)
         if "position_ids" in self.family.takes:
-            where = [one.where(own) for one, own in zip(targets, places, strict=True)]
-            rest["position_ids"] = mask.joined(where, where[0].ndim - 2).unsqueeze(-2)
+            where = [one.where(row_ids) for one, row_ids in zip(targets, places, strict=True)]
+            options["position_ids"] = mask.joined(where, where[0].ndim - 2).unsqueeze(-2)
         inputs = self.embed(mask.joined(ids)[None])
         with self._runs():
-            states = self.family.decoder(inputs_embeds=inputs, use_cache=True, **rest)
-        each = mask.rows_of(states.last_hidden_state, 1)
+            states = self.family.decoder(inputs_embeds=inputs, use_cache=True, **options)
+        by_target = mask.rows_of(states.last_hidden_state, 1)
         hidden = mask.rows_of(self._drafters_states(states.last_hidden_state), 1)
         if self.aux is not None:
             self.aux.seen[:] = [x if x is None else mask.rows_of(x, 1)[0] for x in self.aux.seen]
         for number, piece in enumerate(pieces, 1):
-            piece.reading.take(piece.ids, each[number], hidden[number], places[number])
-        return each[0], places[0]
+            piece.reading.take(piece.ids, by_target[number], hidden[number], places[number])
+        return by_target[0], places[0]
 
     def part(self, tokens: Tensor, chains: bool) -> Part:
         """The chains of ``tokens`` [B, N], or fewer if rows differ in drafts, as a part of the next
@@ -306,9 +305,9 @@ class RowsTarget(VLMTarget):
     def have_read(
         self, ids: Tensor, counts: Tensor, states: Tensor, hidden: Tensor, first: bool
     ) -> None:
-        """Take over the next tokens ``ids`` [B, k] of prompts, ``counts`` [B] of each, after a
-        forward that left them in the scratch region and returned ``states`` [B, k, C]. ``first``:
-        whether these are the first tokens.
+        """Commit the next tokens ``ids`` [B, k] of prompts, ``counts`` [B] of each, after a forward
+        that stored them in the scratch region and returned ``states`` [B, k, C]. ``first``: whether
+        these are the first tokens.
         """
         kept = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
         self.cache.keep(kept, counts)
@@ -317,7 +316,7 @@ class RowsTarget(VLMTarget):
         if first:
             self.context = new if self.wants_context else None
         elif self.context is not None:
-            self.context = _joined(self.context, new)
+            self.context = _joined_contexts(self.context, new)
 
 
 Hear: TypeAlias = Callable[[Tensor, Sequence[int]], None]
@@ -330,7 +329,7 @@ class Piece(NamedTuple):
     ids: Tensor
 
 
-def _joined(before: Context, after: Context) -> Context:
+def _joined_contexts(before: Context, after: Context) -> Context:
     """The contexts of two consecutive parts of a one-row text as one."""
     return Context(
         torch.cat([before.hidden, after.hidden], 1),
@@ -341,22 +340,22 @@ def _joined(before: Context, after: Context) -> Context:
 
 
 def why_no_rows(family: Family, way: Way) -> str:
-    """Why rows of such a model cannot join a batch; empty if they can."""
+    """Why rows of a ``family``'s model, run this ``way``, cannot join a batch; empty: they can."""
     if family.turning_point is not None or family.stretched_after is not None:
         return "its positions depend on the length of a text"
     if not any(family.layer_sizes):
         return "it has layers with states alone"
     if family.reads_pictures_apart:
         return "its layers attend to all pictures of a batch side by side"
-    own = way.left and (way.whole or not family.chains_only)
-    return "its own generate prepares each step" if own else ""
+    pads_left = way.left and (way.whole or not family.chains_only)
+    return "its own generate prepares each step" if pads_left else ""
 
 
 class Reading:
-    """A prompt being read by itself, or several short ones at once: ``processors`` are the prompts'
-    own, ``most`` is the largest piece in tokens, ``room`` the most tokens of prompt and answer. A
-    prompt with a function in ``hear`` gets the logits [n, V] that predict its tokens after the
-    first.
+    """A prompt that is being read by itself, or several short prompts at once. ``processors``: each
+    prompt's own; ``most``: tokens of the largest piece; ``room``: most tokens of prompt and answer.
+    A prompt's function in ``hear`` is called with the logits [n, V] that predict its tokens after
+    the first.
     """
 
     def __init__(
@@ -370,7 +369,7 @@ class Reading:
     ) -> None:
         self.target = target
         self.hear = hear
-        self.alone: RowsTarget = copy.copy(target)
+        self.alone: RowsTarget = copy.copy(target)  # with these prompts alone
         self.alone.__dict__.pop("started", None)
         self.alone.beside = []
         self.alone.processor = RowProcessors(processors)
@@ -382,23 +381,23 @@ class Reading:
         self.output: TargetOutput | None = None  # after the last token
 
     def resume(self, arrays: Sequence[Tensor], context: Context | None) -> None:
-        """Take over the first n tokens from storage: their keys and values ``arrays`` [A, n, H, D],
-        and the ``context`` that drafters read. No picture may come after them.
+        """Take the first n tokens from storage: their keys and values ``arrays`` [A, n, H, D], and
+        the ``context`` that drafters read. No picture may follow these tokens.
         """
         count = arrays[0].shape[1]
         self._open()
-        for own, known in zip(self.alone.cache.arrays, arrays, strict=True):
-            own[:, 0, :count] = known
+        for array, known in zip(self.alone.cache.arrays, arrays, strict=True):
+            array[:, 0, :count] = known
         self.alone.cache.lengths[:] = count
         self.alone.context = context
         self.read, self.left = count, self.left - count
 
     def _open(self) -> None:
         """Make room for a prompt that will be read in pieces."""
-        alone, prompt = self.alone, self.prompt
-        alone.make_room(prompt, self.most)
-        alone.offsets = alone.family.positions(prompt)[1]
-        alone.history = History(prompt.input_ids, prompt.lengths, 1)
+        single, prompt = self.alone, self.prompt
+        single.make_room(prompt, self.most)
+        single.offsets = single.family.positions(prompt)[1]
+        single.history = History(prompt.input_ids, prompt.lengths, 1)
 
     @property
     def packs(self) -> bool:
@@ -419,38 +418,38 @@ class Reading:
         """Store the ``states`` [B, k, C] of tokens ``ids`` [B, k] that were read at ``positions``
         [B, k], and the ``hidden`` states that drafters read.
         """
-        alone = self.alone
+        single = self.alone
         counts = (self.prompt.lengths - self.read).clamp(max=ids.shape[1])
-        alone.have_read(ids, counts, states, hidden, not self.read)
+        single.have_read(ids, counts, states, hidden, not self.read)
         for row, hear in enumerate(self.hear):
             text = self.prompt.input_ids[row, : int(self.prompt.lengths[row])]
             after = text[self.read + 1 : self.read + 1 + ids.shape[1]]
             if hear is not None:
-                hear(alone.head(states[row, : len(after)][None])[0], after.tolist())
+                hear(single.head(states[row, : len(after)][None])[0], after.tolist())
         self.read += ids.shape[1]
         self.left -= ids.shape[1]
         if not self.left:
-            rows, last = torch.arange(len(ids), device=alone.device)[:, None], counts[:, None] - 1
+            rows, last = torch.arange(len(ids), device=single.device)[:, None], counts[:, None] - 1
             ends = states[rows, last], hidden[rows, last]
-            self.output = alone._output(*ends, None, positions.expand(len(ids), -1)[rows, last])
+            self.output = single._output(*ends, None, positions.expand(len(ids), -1)[rows, last])
 
     @torch.inference_mode()
     def go_on(self, count: int) -> None:
         """Read ``count`` more tokens, or as many as remain. Prompts with pictures, several prompts
         at once, and prompts of models with states are read whole.
         """
-        prompt, alone = self.prompt, self.alone
-        mrope = alone.wants_context and alone.family.mrope  # positions are kept by whole prompts
-        whole = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
-        whole |= not alone.resumes
-        count = self.left if whole else min(count, self.left)
+        prompt, single = self.prompt, self.alone
+        mrope = single.wants_context and single.family.mrope  # positions are kept by whole prompts
+        at_once = len(prompt.lengths) > 1 or (bool(prompt.vision) and not self.read) or mrope
+        at_once |= not single.resumes
+        count = self.left if at_once else min(count, self.left)
         self.target.starting_row = True  # drafters' hooks are of the target itself
         try:
             if self.read or any(self.hear):
                 ids = self.next(count).ids
-                chain = TreeShape.chain(ids.shape[1] - 1, alone.device)
-                states, positions = alone.tree_states(ids, chain)
-                self.take(ids, states, alone._drafters_states(states), positions)
+                chain = TreeShape.chain(ids.shape[1] - 1, single.device)
+                states, positions = single.tree_states(ids, chain)
+                self.take(ids, states, single._drafters_states(states), positions)
             else:
                 self._begin(count)
         finally:
@@ -458,56 +457,56 @@ class Reading:
 
     def _begin(self, count: int) -> None:
         """Read the first ``count`` tokens as the model itself does."""
-        prompt, alone = self.prompt, self.alone
+        prompt, single = self.prompt, self.alone
         last = count == self.left
-        if alone.joins:
+        if single.joins:
             ids = prompt.input_ids[:, :count]
             part = prompt if last else VLMPrompt({"input_ids": ids}, self.left - count)
-            output = alone.prefill(part, 0 if last else self.most)
-            if why_no_rows(alone.family, alone.way):
+            output = single.prefill(part, 0 if last else self.most)
+            if why_no_rows(single.family, single.way):
                 raise ValueError(
-                    f"prompts of this kind are read by {alone.name}'s own preparation, and cannot "
-                    "join others"
+                    f"prompts of this kind cannot join a batch, because {single.name} prepares "
+                    "them by itself"
                 )
-            alone.prompt = prompt
-            alone.history = History(prompt.input_ids, prompt.lengths, 1)
-            alone.begins = prompt.begins.clone()
+            single.prompt = prompt
+            single.history = History(prompt.input_ids, prompt.lengths, 1)
+            single.begins = prompt.begins.clone()
         else:  # the row will be just here
-            answer = max(self.room - alone.scratch - count, 1)
-            output = alone.prefill(replace(prompt, max_new_tokens=answer), alone.scratch)
+            answer = max(self.room - single.scratch - count, 1)
+            output = single.prefill(replace(prompt, max_new_tokens=answer), single.scratch)
         self.output = output if last else None
         self.read, self.left = count, self.left - count
 
     def output_of(self, number: int) -> TargetOutput:
-        """The output of the last token of prompt ``number``, once all are read.
+        """The output of the last token of prompt ``number``, after all tokens are read.
 
         Raises what its processor raised, and ``ValueError`` for logits that are not finite.
         """
         assert self.output is not None
         if number in self.alone.processor.failed:
             raise self.alone.processor.failed[number]
-        some = slice(number, number + 1)
-        ends = extremes(self.alone.logits[some])
+        one_row = slice(number, number + 1)
+        ends = extremes(self.alone.logits[one_row])
         check_finite(ends, f"{self.alone.name} in round 0")
-        return TargetOutput(self.output.probs[some], self.output.hidden[some], ends)
+        return TargetOutput(self.output.probs[one_row], self.output.hidden[one_row], ends)
 
     def row(self, number: int) -> RowsTarget:
-        """A target with prompt ``number`` only, for drafters to read. If one prompt was read, it is
-        ``alone``, the target that read it.
+        """A target with only prompt ``number``, for drafters to read. If only one prompt was read,
+        it is ``alone``, the target that read it.
         """
         if len(self.prompt.lengths) == 1:
             return self.alone
-        found = copy.copy(self.alone)
+        reading = copy.copy(self.alone)
         length = int(self.prompt.lengths[number])
-        some = slice(number, number + 1)
-        found.prompt = VLMPrompt({"input_ids": self.prompt.input_ids[some, :length]}, 1)
-        found.offsets = self.alone.offsets[..., some]
-        found.begins = self.alone.begins[some]
-        found.history = self.alone.history.rows(torch.tensor([number], device=found.device))
+        one_row = slice(number, number + 1)
+        reading.prompt = VLMPrompt({"input_ids": self.prompt.input_ids[one_row, :length]}, 1)
+        reading.offsets = self.alone.offsets[..., one_row]
+        reading.begins = self.alone.begins[one_row]
+        reading.history = self.alone.history.rows(torch.tensor([number], device=reading.device))
         if (context := self.alone.context) is not None:
             parts = (context.hidden, context.embeddings)
-            hidden, embeddings = (part[some, :length] for part in parts)
-            mask, positions = context.image_mask[some, :length], context.positions
-            positions = None if positions is None else positions[:, some, :length]
-            found.context = Context(hidden, embeddings, context.lengths[some], mask, positions)
-        return found
+            hidden, embeddings = (part[one_row, :length] for part in parts)
+            mask, positions = context.image_mask[one_row, :length], context.positions
+            positions = None if positions is None else positions[:, one_row, :length]
+            reading.context = Context(hidden, embeddings, context.lengths[one_row], mask, positions)
+        return reading

@@ -1,4 +1,4 @@
-"""A target of an engine for models whose rows cannot join others: it has one row at a time."""
+"""An engine's target for models whose rows cannot join a batch: it has one row at a time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ READ = (  # the attributes that hold a prompt that was read
 
 
 class SingleTarget(RowsTarget):
-    """A model as the target of an engine with one row, which takes over the state that reading its
-    whole prompt left.
-    """
+    """A model as the target of an engine with one row, which takes over a whole prompt's state."""
 
     joins: ClassVar[bool] = False
     reads_ragged = False
     packs = False
 
     def open(self, scratch: int, rows: int = 1) -> None:
-        """Begin without a row; a token is read so that drafters can size their memory."""
+        """Begin without a row; reads a token so that drafters can size their memory."""
         self.scratch = scratch
         self.processor.rows.clear()
         self.make_room(VLMPrompt({**padded([[0]])}, 1).to(self.device, self.dtype), scratch)
@@ -45,7 +43,7 @@ class SingleTarget(RowsTarget):
         return output
 
     def room_for(self, length: int) -> int:
-        """As the parent's, up to where rotary embeddings would change amid an answer."""
+        """As the parent's, limited so that rotary embeddings do not change within an answer."""
         family = self.family
         bounds = [family.room]
         if family.turning_point is not None and length <= family.turning_point:
@@ -56,6 +54,6 @@ class SingleTarget(RowsTarget):
 
 
 def engine_target(model: Any, name: str) -> RowsTarget:
-    """The engine's target for ``model``, called ``name``: of many rows, or of one."""
+    """The engine's target for ``model``, called ``name``, with many rows or with one."""
     single = SingleTarget(model, name)
     return single if why_no_rows(single.family, single.way) else RowsTarget(model, name)

@@ -1,8 +1,8 @@
 """Resets the states of linear attention, state spaces and convolutions to the last accepted token.
 
 Such a layer has a state instead of keys, and a forward over a chain of drafts leaves the state
-after the last draft. A *mixer* is the module that reads and writes states; ``mixers`` finds them
-and which of three ways resets them:
+after the last draft. A *mixer* is the module that reads and writes states; ``mixers`` finds the
+mixers and how to reset their states, in one of three ways:
 
 * ``window``: a mixer that is a convolution. Its state is its last inputs, so the inputs of the
   whole chain are stored and the state is cut from them.
@@ -52,7 +52,7 @@ MIXERS = "mixers"  # the name of a fact about a decoder
 
 
 class States:
-    """The states of all layers of a cache: ``layers`` are its entries that have some.
+    """The states of all layers of a cache; ``layers`` are its entries with states.
 
     ``decoder`` is the module whose mixers these are of, ``branches`` is G.
     """
@@ -74,21 +74,21 @@ class States:
     @contextmanager
     def prefill(self) -> Iterator[None]:
         """Context for a prompt's first forward, which finds the mixers of a new decoder."""
-        known = facts(self.decoder)
-        if MIXERS in known:
-            self.mixers = known[MIXERS]
+        cached = facts(self.decoder)
+        if MIXERS in cached:
+            self.mixers = cached[MIXERS]
             yield
             return
-        seen = Watch(self.layers)
-        with seen.hooks(self.decoder):
+        watch = Watch(self.layers)
+        with watch.hooks(self.decoder):
             yield
         ways: dict[type[nn.Module], Way] = {}
-        for module, (slots, call) in seen.modules.items():
+        for module, (slots, call) in watch.modules.items():
             if type(module) not in ways:
                 ways[type(module)] = way_of(self.layers, module, slots, call)
-        self.mixers = known[MIXERS] = tuple(
+        self.mixers = cached[MIXERS] = tuple(
             Mixer(module, tuple(slots), ways[type(module)])
-            for module, (slots, _) in seen.modules.items()
+            for module, (slots, _) in watch.modules.items()
         )
 
     def _record(self, on: bool, layers: Iterable[int] | None = None) -> None:
@@ -116,8 +116,9 @@ class States:
 
     @contextmanager
     def _short_chunks(self) -> Iterator[None]:
-        """Context for runs of few tokens: PyTorch's versions of Mamba 2's kernels pad them to a
-        chunk of up to 256, whose work grows with its square. Results do not depend on chunks.
+        """Context for runs of few tokens, with smaller chunks: PyTorch's versions of Mamba 2's
+        kernels pad to a chunk of up to 256, whose work grows with its square. Chunks do not change
+        results.
         """
         modules = [mixer.module for mixer in self.mixers if mixer.way == "chunk"]
         sizes = {module: getattr(module, "chunk_size", 0) for module in modules}
@@ -134,7 +135,8 @@ class States:
                 setattr(module, "chunk_size", size)  # noqa: B010
 
     def _hook(self, mixer: Mixer, past: TransformersCache) -> list[Any]:
-        ways = {"chunk": (self._joined, self._new_only), "steps": (self._first_steps, self._last)}
+        """Hooks that give ``mixer`` a chain in its way in forwards with the cache ``past``."""
+        ways = {"chunk": (self._joined, self._new_only), "steps": (self._first_steps, self._output)}
         if mixer.way not in ways:
             return []
         before, after = ways[mixer.way]
@@ -159,12 +161,12 @@ class States:
     # way "chunk"
 
     def _joined(self, mixer: Mixer, call: Call) -> Call:
-        """Each row's tokens accepted since the committed states, followed by the chain's."""
-        most = max(self.counts)
+        """Each row's tokens accepted since the committed states, followed by the chain's tokens."""
+        count = max(self.counts)
         joined = call
-        if most:
+        if count:
             before = self.calls[mixer.module]
-            joined = zipped(before, call, most, lambda old, new: self._row_by_row(old, new, most))
+            joined = zipped(before, call, count, lambda old, new: self._row_by_row(old, new, count))
         self.calls[mixer.module] = joined
         return joined
 
@@ -186,16 +188,16 @@ class States:
 
     def _new_only(self, mixer: Mixer, output: Any) -> Any:
         """The part of ``output`` for the chain's tokens."""
-        most = max(self.counts)
-        if not most:
+        count = max(self.counts)
+        if not count:
             return None
 
         def new(x: Tensor) -> Tensor:
-            if min(self.counts) == most:
-                return x[:, most:]
+            if min(self.counts) == count:
+                return x[:, count:]
             return x.gather(1, self._places(x[:, : self.nodes]))
 
-        return map_tokens(new, most + self.nodes, output)
+        return map_tokens(new, count + self.nodes, output)
 
     # a mixer that takes one token at a time
 
@@ -211,7 +213,7 @@ class States:
         self.stages[mixer.module] = states
         return call.part(call.width - 1, call.width)
 
-    def _last(self, mixer: Mixer, output: Any) -> Any:
+    def _output(self, mixer: Mixer, output: Any) -> Any:
         """The outputs of all tokens as one."""
         self.stages[mixer.module].append(
             [state.clone() for state in read(self.layers, mixer.slots)]
@@ -241,8 +243,8 @@ class States:
         self.nodes = 0
 
     def _put_off(self, mixers: Sequence[Mixer], kept: list[int]) -> None:
-        """Count the tokens that ``mixers`` must read once more; none if the whole chain was
-        accepted.
+        """Count the tokens that ``mixers`` must read again with the next chain; none if this one
+        was accepted whole.
         """
         uneven = min(self.counts) != max(self.counts)
         if uneven or any(n != self.nodes for n in kept):
@@ -253,6 +255,7 @@ class States:
         self.counts = [0] * self.rows
 
     def _cut(self, mixer: Mixer, kept: Tensor) -> None:
+        """Cut each convolution's state, the last inputs up to ``kept`` [B], from all inputs."""
         for slot in mixer.slots:
             layer = self.layers[slot.layer]
             full = layer.made[slot]  # [R, C, W + N]
@@ -267,17 +270,17 @@ class States:
         write(self.layers, mixer.slots, states)
 
     def _take_made(self, mixer: Mixer) -> None:
-        """Commit the states that the last forward of ``mixer`` computed; of a convolution's inputs
-        only the last few are its state.
+        """Commit the states that the last forward of ``mixer`` computed. A convolution's state is
+        only the last few of its inputs.
         """
         for slot in mixer.slots:
             layer = self.layers[slot.layer]
             size = layer.state(slot).shape[-1]
-            made = layer.made[slot]
-            layer.put(slot, made[..., -size:].contiguous() if slot.kind == "conv" else made)
+            computed = layer.made[slot]
+            layer.put(slot, computed[..., -size:].contiguous() if slot.kind == "conv" else computed)
 
     def settle(self) -> None:
-        """Advance the committed states to the last accepted token, rows of one count at a time."""
+        """Advance the committed states to the last accepted tokens, by rows of equal count."""
         groups = sorted({count for count in self.counts if count})
         with self._short_chunks():
             for count in groups:
@@ -288,18 +291,18 @@ class States:
         self.counts = [0] * self.rows
 
     def _replay(self, mixer: Mixer, which: list[int], count: int) -> None:
-        """Run the first ``count`` tokens of the rows ``which`` through the mixer."""
+        """Run the first ``count`` stored tokens of the rows ``which`` through the mixer."""
         call = self.calls[mixer.module].part(0, count)
-        whole = read(self.layers, mixer.slots)
+        calls = read(self.layers, mixer.slots)
         if len(which) == self.rows:
             call.run(mixer.module)
             return
-        rows = torch.tensor(which, device=whole[0].device)
-        write(self.layers, mixer.slots, [state[rows] for state in whole])
+        rows = torch.tensor(which, device=calls[0].device)
+        write(self.layers, mixer.slots, [state[rows] for state in calls])
         call.rows(rows).run(mixer.module)
-        for state, part in zip(whole, read(self.layers, mixer.slots), strict=True):
+        for state, part in zip(calls, read(self.layers, mixer.slots), strict=True):
             state[rows] = part.to(state.dtype)
-        write(self.layers, mixer.slots, whole)
+        write(self.layers, mixer.slots, calls)
 
     def join(self) -> None:
         """Add a row at the end; not under guidance."""
@@ -319,11 +322,11 @@ class States:
         self.counts = [0] * self.rows
 
     def take(self, row: int, other: States) -> None:
-        """Copy the states of ``other``'s only sample to ``row``."""
+        """Copy the states of ``other``, which has one sample, to ``row``."""
         batch = self.rows // self.branches
         for mixer in self.mixers:
             slots = mixer.slots
             for mine, new in zip(read(self.layers, slots), read(other.layers, slots), strict=True):
                 mine[row::batch] = new
-        for place in range(row, self.rows, batch):
-            self.counts[place] = 0
+        for branch in range(row, self.rows, batch):
+            self.counts[branch] = 0

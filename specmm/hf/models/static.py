@@ -34,7 +34,7 @@ class CapturedTarget(VLMTarget):
     """A model whose rounds are CUDA graphs (:mod:`specmm.programs.graphs`); plain decoding runs as
     rounds without drafts.
 
-    All calls whose capacity rounds up to the same number share memory.
+    Calls whose capacity rounds up to the same number share memory.
     """
 
     memory: tuple[Cache, Past] | None = None
@@ -47,10 +47,11 @@ class CapturedTarget(VLMTarget):
         return super().prefill(prompt, scratch)
 
     def _new_cache(self, size: CacheSize) -> Cache:
-        kept = None if self.memory is None else self.memory[0]
-        return Cache.again(kept, size, self.dtype, self.device)
+        cache = None if self.memory is None else self.memory[0]
+        return Cache.again(cache, size, self.dtype, self.device)
 
     def _new_past(self, batch: int) -> Past:
+        """The cache for the model; kept with our cache, whose memory it views."""
         if self.family.chains_only:  # its states are part of it
             return super()._new_past(batch)
         if self.memory is None or self.memory[0] is not self.cache:
@@ -65,7 +66,7 @@ class StaticVLMTarget(CapturedTarget):
     """A text model whose plain steps, and rounds on trees of one shape, have the same shapes at
     every call.
 
-    Raises ``ValueError`` for models whose positions depend on a text's length.
+    Raises ``ValueError`` for models whose positions depend on the text's length.
     """
 
     def __init__(
@@ -75,23 +76,24 @@ class StaticVLMTarget(CapturedTarget):
         self._prepare()
 
     def _prepare(self) -> None:
+        """Raise ``NotCompiled`` for unsuitable models; make the step's program."""
         odd = self.family.turning_point is not None or self.family.partial
         odd = odd or None in self.family.layer_sizes
         if odd or self.way != WAYS[0]:
             raise NotCompiled(
-                "compiled=True needs full attention and one set of positions, and forwards that "
-                f"agree, {self.name} has others"
+                "compiled=True needs full attention, fixed rotary positions and the decoder's "
+                f"plain forward, which {self.name} lacks"
             )
         self.program = compiled(_next, self.device)
         self.stepped = False
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
-        """As the parent's; one without ``scratch`` begins plain steps."""
+        """As the parent's; without ``scratch``, plain steps follow."""
         output = super().prefill(prompt, scratch)
         if self.way != WAYS[0]:
             raise NotCompiled(
-                f"compiled=True does not serve rows of several lengths of {self.name}"
+                f"compiled=True needs rows of one length for {self.name}, got several"
             )
         if self.branches > 1 and self.cache.hidden_prefix is None:  # as where there is padding
             self._hide(torch.zeros(self.cache.size.rows, 1, dtype=torch.bool, device=self.device))
@@ -103,6 +105,9 @@ class StaticVLMTarget(CapturedTarget):
         return output
 
     def _begin_steps(self) -> None:
+        """Make what all plain steps share: the slot that a step writes (``place``, which each step
+        sets), the mask, and cache layers that write there.
+        """
         self.place = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.positions = self.begins[:, None].clone()
         begins = branched(self.positions, self.branches)
@@ -129,7 +134,7 @@ class StaticVLMTarget(CapturedTarget):
 
 
 class StaticPictureTarget(StaticVLMTarget, PictureTarget):
-    """``plain`` with plain steps and rounds of the same shapes, for pictures of its layout."""
+    """``plain`` with steps and rounds of static shapes, for pictures of its layout."""
 
     processor: Processor
     guidance: Guidance
@@ -144,13 +149,13 @@ class StaticPictureTarget(StaticVLMTarget, PictureTarget):
     def with_processor(self, processor: Processor) -> StaticPictureTarget:
         """A target of the same model with another processor, made once."""
         if processor not in self.others:
-            other = StaticPictureTarget(super().with_processor(processor))
-            self.others[processor] = other
+            static = StaticPictureTarget(super().with_processor(processor))
+            self.others[processor] = static
         return self.others[processor]
 
 
 def _next(target: StaticVLMTarget, tokens: Tensor) -> TargetOutput:
-    """The output after ``tokens`` [B], at ``target``'s place."""
+    """The output after ``tokens`` [B] at the current place of ``target``."""
     if target.processor.stateful:
         target.history.append(tokens[:, None], torch.ones_like(tokens))
     states = target.states(tokens[:, None], target.positions, target.bias)

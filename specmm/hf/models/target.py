@@ -44,9 +44,7 @@ Past: TypeAlias = tuple[TransformersCache, States | None]
 
 
 class ProbsProcessor(Protocol):
-    """Turns logits into distributions: :class:`specmm.core.processors.Processor`, or transformers'
-    processors.
-    """
+    """Turns logits to distributions: :class:`specmm.core.processors.Processor` or transformers'."""
 
     @property
     def greedy(self) -> bool:
@@ -84,10 +82,10 @@ class VLMTarget:
     """A transformers model with a cache; one instance serves one batch at a time.
 
     Drafters that read the prompt set ``wants_context``; the prefill then stores a :class:`Context`.
-    ``family`` names the model's parts if its own forward does not use them, and ``way`` how it is
-    run. Raises ``ValueError`` for a model that cannot be a target (see ``probe``; with a given
-    family the model is not checked), and for guidance with M-RoPE or with layers that attend to
-    only a part of the text.
+    ``family`` gives the model's parts if its own forward does not use them, ``way`` how to run it.
+    Raises ``ValueError`` for a model that cannot be a target (see ``probe``; with a given family
+    the model is not checked), and for guidance with M-RoPE or with layers that attend to only a
+    part of the text.
     """
 
     state: ClassVar[tuple[str, ...]] = (
@@ -166,7 +164,7 @@ class VLMTarget:
 
     @property
     def noise(self) -> dict[str, str]:
-        """A note for certificates if the model's own forwards differ, as quantised models' do."""
+        """A note for certificates if the model's own forwards differ, as in quantised models."""
         return own_noise(self.family.model)
 
     @property
@@ -192,20 +190,20 @@ class VLMTarget:
         self.aux = None
         if not layers:
             return
-        own = self.family.layers
-        if min(layers) < 0 or max(layers) >= len(own):
+        blocks = self.family.layers
+        if min(layers) < 0 or max(layers) >= len(blocks):
             raise ValueError(
-                f"drafter must read layers 0 to {len(own) - 1} of {self.name}, got {list(layers)}; "
-                "use one trained for it"
+                f"drafter must read layers 0 to {len(blocks) - 1} of {self.name}, got "
+                f"{list(layers)}; use one trained for it"
             )
         target = weakref.ref(self)  # the hooks must not keep it alive
 
         def listens() -> bool:
-            found = target()
-            return found is not None and (found.running or found.starting_row)
+            reader = target()
+            return reader is not None and (reader.running or reader.starting_row)
 
-        whole = {len(own) - 1: self.family.decoder} if normed else {}
-        self.aux = AuxStates([whole.get(i, own[i]) for i in layers], listens)
+        norms = {len(blocks) - 1: self.family.decoder} if normed else {}
+        self.aux = AuxStates([norms.get(i, blocks[i]) for i in layers], listens)
 
     @torch.inference_mode()
     def prefill(self, prompt: VLMPrompt, scratch: int) -> TargetOutput:
@@ -220,11 +218,11 @@ class VLMTarget:
             self.way = way_of(self.model, prompt, self._probing)
         self.make_room(prompt, scratch)
         self.cache.aim(0, prompt.width)
-        given = self._given(prompt)
-        given[self.family.cache_name] = self.past
+        inputs = self._body_inputs(prompt)
+        inputs[self.family.cache_name] = self.past
         finding = nullcontext() if self.recurrent is None else self.recurrent.prefill()
         with self._watch_embeddings(prompt), self._runs(), finding:
-            states, output = self.family.run(given)  # [R, L, C]
+            states, output = self.family.run(inputs)  # [R, L, C]
         if self.way.left and self.way.whole:
             self.each = self.family.each_token(self.each, output)
         hidden = self._drafters_states(states)
@@ -240,8 +238,8 @@ class VLMTarget:
         )
         last = (self.begins - 1)[:, None]
         rows = torch.arange(len(states), device=self.device)[:, None]
-        place = branched(last, self.branches)  # [R, 1]
-        return self._output(states[rows, place], hidden[rows, place], None, last)
+        columns = branched(last, self.branches)  # [R, 1]
+        return self._output(states[rows, columns], hidden[rows, columns], None, last)
 
     def _drafters_states(self, states: Tensor) -> Tensor:
         """The states that drafters read, from the forward that returned ``states`` [R, N, C]."""
@@ -288,7 +286,7 @@ class VLMTarget:
         layers = [layer for layer in past.layers if isinstance(layer, StateLayer)]
         return past, States(self.family.decoder, layers, batch * self.branches, self.branches)
 
-    def _given(self, prompt: VLMPrompt) -> dict[str, Any]:
+    def _body_inputs(self, prompt: VLMPrompt) -> dict[str, Any]:
         """The arguments of the model's body for ``prompt``; sets the offsets of later positions."""
         if self.branches > 1:
             return self._both_branches(prompt)
@@ -300,69 +298,67 @@ class VLMTarget:
         return {**prompt.vision, **prompt.types, **ids, **where}
 
     def _as_generate(self, prompt: VLMPrompt) -> dict[str, Any]:
-        """The prefill as the model's generate has it: padding at the left, own preparation."""
+        """The prefill as the model's generate runs it: padded at the left, its own preparation."""
         inputs, first = prompt.at_left()
         if prompt.padded:
             self.first = first
             self.places -= first[:, None]
             self._hide(torch.arange(prompt.width, device=self.device) < first[:, None])
         self.begins.fill_(prompt.width)
-        given, following = self.family.own_inputs(inputs, self.past)
+        own_inputs, following = self.family.own_inputs(inputs, self.past)
         self.offsets = following - prompt.width
         self.each = inputs
-        return given
+        return own_inputs
 
     def _hide(self, padding: Tensor) -> None:
-        """No row may attend its slots of ``padding`` [R, L] before the prompt."""
+        """Hide each row's slots of ``padding`` [R, L], which precede the prompt."""
         spare = self.cache.size.capacity - padding.shape[1]
         self.cache.hidden_prefix = nn.functional.pad(padding, (0, spare))
 
     def _both_branches(self, prompt: VLMPrompt) -> dict[str, Any]:
-        """The prefill of both branches: ids, mask and positions. All end where answers begin, and
-        what lies before the shorter one is hidden.
+        """The prefill of both branches: ids, mask and positions. All rows end where answers begin;
+        slots before a shorter row are hidden.
         """
         ids, first = prompt.branches()  # [R, L], [R]
         column = torch.arange(prompt.width, device=self.device)
         hidden = column < first[:, None]
         if bool(hidden.any()):
             self._hide(hidden)
-        seen = (column <= column[:, None]) & ~hidden[:, None]
-        seen |= torch.eye(prompt.width, dtype=torch.bool, device=self.device)
-        bias = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        visible = (column <= column[:, None]) & ~hidden[:, None]
+        visible |= torch.eye(prompt.width, dtype=torch.bool, device=self.device)
+        bias = torch.zeros(visible.shape, dtype=self.dtype, device=self.device)
         self.offsets = -first
         return prompt.vision | {
             "input_ids": ids,
-            "attention_mask": bias.masked_fill_(~seen, float("-inf"))[:, None],
+            "attention_mask": bias.masked_fill_(~visible, float("-inf"))[:, None],
             "position_ids": (column - first[:, None]).clamp(min=0),
         }
 
     @torch.inference_mode()
     def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
-        """Begin ``prompt``, of one sample, in ``row``; see
-        :class:`specmm.core.target.BatchingTarget`.
-        """
-        alone = copy.copy(self)
-        alone.__dict__.pop("started", None)  # or every row that ever began would be kept
-        self.started = alone
+        """Begin ``prompt``, of one sample, in ``row``; as ``BatchingTarget.start_row``."""
+        row_target = copy.copy(self)
+        row_target.__dict__.pop("started", None)  # or every row that ever began would be kept
+        self.started = row_target
         self.starting_row = True
         try:
-            output = alone.prefill(prompt, 0)
+            output = row_target.prefill(prompt, 0)
         finally:
             self.starting_row = False
-        self.take_row(row, alone)
+        self.take_row(row, row_target)
         return output
 
-    def take_row(self, row: int, alone: VLMTarget, source: int = 0) -> None:
-        """Replace ``row`` by the row ``source`` of ``alone``: its tokens and where they lie."""
-        self.cache.take(row, alone.cache, source)
-        self.history.take(row, alone.history, source)
-        if self.recurrent is not None and alone.recurrent is not None:
-            self.recurrent.take(row, alone.recurrent)
-        if alone.offsets.ndim > self.offsets.ndim:  # the first row with positions in parts
-            self.offsets = self.offsets.expand(len(alone.offsets), -1).clone()
-        from_rows = slice(source, None, len(alone.begins))
-        self.offsets[..., row :: len(self.begins)] = alone.offsets[..., from_rows]
-        self.begins[row] = alone.begins[source]
+    def take_row(self, row: int, row_target: VLMTarget, source: int = 0) -> None:
+        """Replace ``row`` by the row ``source`` of ``row_target``: its cache, tokens, positions."""
+        self.cache.take(row, row_target.cache, source)
+        self.history.take(row, row_target.history, source)
+        if self.recurrent is not None and row_target.recurrent is not None:
+            self.recurrent.take(row, row_target.recurrent)
+        if row_target.offsets.ndim > self.offsets.ndim:  # the first row with positions in parts
+            self.offsets = self.offsets.expand(len(row_target.offsets), -1).clone()
+        from_rows = slice(source, None, len(row_target.begins))
+        self.offsets[..., row :: len(self.begins)] = row_target.offsets[..., from_rows]
+        self.begins[row] = row_target.begins[source]
         self.places[row] = torch.arange(self.cache.slots, device=self.device)
         if self.first is not None:
             self.first[row] = 0
@@ -387,8 +383,8 @@ class VLMTarget:
         """
         cache = self.cache
         cache.aim_at_tree(shape.size)
-        whole = self.family.takes_trees
-        mask = cache.tree_mask(shape) if whole else cache.tree_bias(shape.ancestors)
+        as_tree = self.family.takes_trees
+        mask = cache.tree_mask(shape) if as_tree else cache.tree_bias(shape.ancestors)
         return mask, cache.lengths[:, None] + shape.depths
 
     def _chain(self, tree: DraftTree) -> AbstractContextManager[None]:
@@ -399,7 +395,7 @@ class VLMTarget:
         return self.recurrent.chain(tree.shape.size, self.past)
 
     def check_tree(self, width: int) -> None:
-        """Raise ``ValueError`` if this model takes no trees with ``width`` children of a node."""
+        """Raise ``ValueError`` if this model cannot score trees of ``width`` children a node."""
         if width > 1 and self.family.chains_only:
             raise ValueError(
                 f"drafts for {self.name} must be chains, got a tree with up to {width} children "
@@ -417,8 +413,8 @@ class VLMTarget:
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> TargetOutput:
-        """One plain step. All rows write the same slot, after the longest prompt: slices serve, and
-        no mask where the prompts have one length.
+        """One plain step. All rows write the same slot, after the longest prompt, so slices serve;
+        without padding no mask is needed.
         """
         slot = self.prompt.width + self.steps
         self.cache.aim(slot, slot + 1)
@@ -447,26 +443,27 @@ class VLMTarget:
         if len(positions) > 1:
             positions = branched(positions, self.branches)
         where = self.where(positions)
-        rest = {**masks, self.family.cache_name: self.past}
+        options = {**masks, self.family.cache_name: self.past}
         if "position_ids" in self.family.takes:
-            rest["position_ids"] = where
+            options["position_ids"] = where
         with self._runs():
             if self.way.whole:
                 nodes = tokens.shape[1]
-                each = {k: v.expand(-1, nodes, *v.shape[2:]) for k, v in self.each.items()}
-                return self.family.run({"input_ids": tokens, **rest, **each})[0]
+                arguments = {k: v.expand(-1, nodes, *v.shape[2:]) for k, v in self.each.items()}
+                return self.family.run({"input_ids": tokens, **options, **arguments})[0]
             inputs = branched(self.embed(tokens), self.branches)
             states: Tensor = self.family.decoder(
-                inputs_embeds=inputs, use_cache=True, **rest
+                inputs_embeds=inputs, use_cache=True, **options
             ).last_hidden_state
             return states
 
     def where(self, positions: Tensor) -> Tensor:
-        """``positions`` [1 or R, N], which count tokens, as the decoder takes them."""
+        """The decoder's position argument for ``positions`` [1 or R, N], which count tokens."""
         return self.family.spread(positions + self.offsets[..., None])
 
     @contextmanager
     def _runs(self) -> Iterator[None]:
+        """Within the block, a forward of this target runs, for hooks on the shared model."""
         self.running = True
         try:
             yield
@@ -500,9 +497,7 @@ class VLMTarget:
         return self.head(states)
 
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Guided logits [B, N, V] from ``logits`` [R, N, V] of all branches, for tokens at
-        ``positions`` [B, N].
-        """
+        """Guided logits [B, N, V] of tokens at ``positions`` [B, N] from ``logits`` [R, N, V]."""
         if self.guidance is not None and self.branches > 1:
             logits = self.guidance.mix(logits.float(), positions, self.begins[:, None])
         if self.allowed is not None:
@@ -510,6 +505,7 @@ class VLMTarget:
         return logits
 
     def _probs(self, logits: Tensor, tree: DraftTree | None) -> Tensor:
+        """Processed distributions of ``logits``; greedy ones reuse their memory each time."""
         spent = self.spent if self.spent is not None and self.spent.shape == logits.shape else None
         probs = self.processor.probs(logits, self.history, tree, spent)
         reused = isinstance(self.processor, Processor) and self.processor.greedy
@@ -517,9 +513,7 @@ class VLMTarget:
         return probs
 
     def _step_bias(self, slot: int) -> Tensor | None:
-        """Additive mask [R, 1, 1, slot + 1] that hides the prompts' padding; None where nothing
-        needs hiding.
-        """
+        """Additive mask [R, 1, 1, slot + 1] that hides prompts' padding; None without padding."""
         prefix = self.cache.hidden_prefix
         if not self.prompt.padded and not self.family.partial and prefix is None:
             return None
@@ -560,8 +554,8 @@ class VLMTarget:
         beyond = prompt.input_ids[prompt.input_ids >= rows] if rows else prompt.input_ids[:0]
         if token := max((i for i in beyond.tolist() if i not in self.image_tokens), default=0):
             raise ValueError(
-                f"prompt must be of the {rows} tokens that {self.name} has, got token {token}, "
-                "which its tokenizer knows alone; leave it out, or give the model more rows "
+                f"prompt must hold only the {rows} tokens that {self.name} has, got {token}, "
+                "which only its tokenizer knows; leave it out, or give the model more rows "
                 "(resize_token_embeddings)"
             )
         turn = self.family.turning_point
@@ -575,9 +569,9 @@ class VLMTarget:
             )
         if turn is not None and int(prompt.lengths.min()) <= turn < total:
             raise ValueError(
-                f"prompt and answer must lie on one side of {self.name}'s {turn} positions, got "
-                f"{total}: after them its positions turn by other factors, the prompt's too; give "
-                "fewer max_new_tokens"
+                f"a prompt within the first {turn} positions of {self.name} must have its answer "
+                f"there, too, got {total} positions: after these, all positions turn by other "
+                "factors; give fewer max_new_tokens"
             )
 
     def _last_position(self, total: int) -> int:

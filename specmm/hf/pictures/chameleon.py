@@ -61,7 +61,7 @@ def _lined(model: PreTrainedModel) -> bool:
 
 
 def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
-    """Squares of picture tokens, or any size that Lumina-mGPT has tokens for."""
+    """The layout of Chameleon's squares, or of any size for which Lumina-mGPT has tokens."""
     mask = torch.zeros(model.config.vocab_size, dtype=torch.bool)
     mask[token_codes(model)[0].cpu()] = True
     factor = token_side(model)
@@ -70,11 +70,11 @@ def _layout(model: PreTrainedModel, size: Size | None) -> Layout:
         return square((side // factor) ** 2, size, side, AllowedTokens.everywhere(mask))
     cell = CELL * factor
     words = model.config.vocabulary_map
-    known = [n for n in range(1, MOST) if SIDE.format(SIDES_FROM + n) in words]
-    usual = max((n for n in known if n <= USUAL), default=USUAL) * cell
+    numbers = [n for n in range(1, MOST) if SIDE.format(SIDES_FROM + n) in words]
+    usual = max((n for n in numbers if n <= USUAL), default=USUAL) * cell
     height, width = size or (usual, usual)
-    whole = all(side % cell == 0 and side // cell in known for side in (height, width))
-    if not whole or max(height, width) > RATIO * min(height, width):
+    valid = all(side % cell == 0 and side // cell in numbers for side in (height, width))
+    if not valid or max(height, width) > RATIO * min(height, width):
         raise ValueError(
             f"height and width must be multiples of {cell} that the model has tokens for, and "
             f"neither more than {RATIO} times the other, got {height} and {width}"
@@ -99,13 +99,13 @@ def _ids(model: PreTrainedModel, tokenizer: Any, text: str, layout: Layout) -> l
         cell = CELL * token_side(model)
         text = ASKED.format(columns * cell, rows * cell, text)
         begin += [words[SIDE.format(SIDES_FROM + cells)] for cells in (rows, columns)]
-    said = tokenizer(text, add_special_tokens=False)["input_ids"]
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     turn = [words[name] for name in (END_OF_TURN,) if name in words]
-    return [words[START], *said, *turn, *begin]
+    return [words[START], *token_ids, *turn, *begin]
 
 
-def _away(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[int]:
-    """The unconditional prompt: a picture's first tokens, after Chameleon's token for a text."""
+def _unconditional(model: PreTrainedModel, tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """The unconditional prompt: Chameleon's start-of-text token, then a picture's first tokens."""
     words = model.config.vocabulary_map
     begin = list(ids).index(words[BEGIN])
     return list(ids[begin:]) if _lined(model) else [words[START], *ids[begin:]]
@@ -130,7 +130,7 @@ def _check(model: PreTrainedModel) -> None:
 
 
 def _marks(model: PreTrainedModel) -> tuple[int, int]:
-    """The ids around a picture; raises ``ValueError`` for a model that cannot draw in text."""
+    """The ids that begin and end a picture; ``ValueError`` for a model that cannot draw in text."""
     _check(model)
     if _lined(model):
         raise ValueError(
@@ -144,8 +144,8 @@ def _marks(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _fill(model: PreTrainedModel, folder: Path) -> None:
-    """Load the image tokenizer from ``folder``, or remove it from ``model`` if the folder has none,
-    as after Lumina-mGPT's training: a random one would give wrong codes and pictures.
+    """Load the image tokenizer from ``folder``, or remove it from ``model`` if the folder has none
+    (as after Lumina-mGPT's training): random weights would give wrong codes and pictures.
     """
     if not named(TOKENIZER)(model.model.vqmodel, folder):
         model.model.vqmodel = None
@@ -159,7 +159,7 @@ def _sampling(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
-    """The tokenizer's decoder; raises ``ValueError`` where there is none."""
+    """The image tokenizer's decoder; raises ``ValueError`` if there is none."""
     pictures_of = _pictures_of(model, folder)
     ids, codes = token_codes(model)
 
@@ -171,7 +171,7 @@ def _decode(model: PreTrainedModel, folder: Path) -> Decoder:
 
 
 def _pictures_of(model: PreTrainedModel, folder: Path) -> Callable[[Tensor], Tensor]:
-    """Codes [B, rows, columns] to pictures."""
+    """The function from codes [B, rows, columns] to pictures; ``ValueError`` without a decoder."""
     from diffusers import VQModel
 
     if (folder / "vq" / "config.json").is_file():
@@ -182,14 +182,14 @@ def _pictures_of(model: PreTrainedModel, folder: Path) -> Callable[[Tensor], Ten
             return vq.decode(latents, force_not_quantize=True).sample
 
         return pictures
-    found = named(VQGAN)(folder, model.config.vq_config)
-    if found is None:
+    vqgan = named(VQGAN)(folder, model.config.vq_config)
+    if vqgan is None:
         raise ValueError(
             f"{folder} has no decoder for pictures: put Chameleon's vqgan.ckpt into it, or the "
             f"tokenizer as a diffusers VQModel into {folder / 'vq'}, or give "
             "output_type='latent' for tokens alone"
         )
-    opened: Callable[[Tensor], Tensor] = found.to(model.device)
+    opened: Callable[[Tensor], Tensor] = vqgan.to(model.device)
     return opened
 
 
@@ -197,7 +197,7 @@ CHAMELEON = PictureModel(
     architecture="ChameleonForConditionalGeneration",
     layout=_layout,
     ids=_ids,
-    away=_away,
+    away=_unconditional,
     decode=_decode,
     codebook=_codebook,
     check=_check,

@@ -35,5 +35,5 @@ def load_part(kind: Any, folder: Path, **options: Any) -> Any:
 
 def unreadable(folder: Path, error: Exception) -> ValueError:
     """Our error for diffusers' ``error`` about a ``folder`` that it cannot read."""
-    said = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-    return ValueError(f"{folder} must hold all that makes pixels, got: {said}; {ADVICE}")
+    reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+    return ValueError(f"{folder} must hold all parts that make pixels, got: {reason}; {ADVICE}")

@@ -29,7 +29,7 @@ USUAL = (720, 720)  # as the released processor has it
 
 
 def _layout(model: Any, size: Size | None) -> Layout:
-    """Any size whose sides the image tokenizer divides."""
+    """The layout of a picture whose sides are multiples of the image tokenizer's factor."""
     factor = token_side(model)
     height, width = size or USUAL
     if height < factor or width < factor or height % factor or width % factor:

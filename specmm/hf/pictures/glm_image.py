@@ -41,11 +41,11 @@ Grid = tuple[int, int]
 
 
 def _layout(model: Any, size: Size | None) -> Layout:
-    """Any size in whole tokens whose preview has a token."""
+    """The layout of a picture of whole tokens whose preview has at least one token."""
     height, width = size or USUAL
-    whole = height >= SIDE and width >= SIDE and not (height % SIDE or width % SIDE)
+    valid = height >= SIDE and width >= SIDE and not (height % SIDE or width % SIDE)
     picture = (height // SIDE, width // SIDE)
-    preview = _preview(picture) if whole else (0, 0)
+    preview = _preview(picture) if valid else (0, 0)
     if not min(preview):
         raise ValueError(
             f"height and width must be multiples of {SIDE}, and neither more than {PREVIEW**2} "
@@ -59,7 +59,7 @@ def _layout(model: Any, size: Size | None) -> Layout:
 
 
 def _preview(picture: Grid) -> Grid:
-    """The grid drawn before the ``picture``, of about its shape."""
+    """The preview's grid, drawn before the ``picture`` and of about its shape."""
     ratio = picture[0] / picture[1]
     return int(ratio**0.5 * PREVIEW), int((1 / ratio) ** 0.5 * PREVIEW)
 
@@ -79,13 +79,13 @@ def _places(grids: list[Grid]) -> Tensor:
 def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     """Ids of the chat template with ``text``, both grids' sizes and the token that begins pictures.
 
-    Raises ``ValueError`` for a tokenizer that does not name the tokens around sizes.
+    Raises ``ValueError`` for a tokenizer without the tokens that enclose sizes.
     """
     opens, closes = (getattr(tokenizer, f"grid_{end}_token", None) for end in ("bos", "eos"))
     if opens is None or closes is None:
         raise ValueError(
-            "tokenizer must name what stands around a picture's size (grid_bos_token and "
-            "grid_eos_token), got none; use the processor's folder as GLM-Image was published"
+            "tokenizer must name the tokens around a picture's size (grid_bos_token and "
+            "grid_eos_token), got none; use the processor's folder of the published GLM-Image"
         )
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
@@ -97,13 +97,13 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
 
 def _sampling(model: Any) -> dict[str, Any]:
     """Sampling settings of the model's own generate, which diffusers calls."""
-    found = own_sampling(model, samples=True)
+    settings = own_sampling(model, samples=True)
     width = int(model.config.get_text_config().vision_vocab_size)
-    return {**found, "top_k": min(found["top_k"], width)}
+    return {**settings, "top_k": min(settings["top_k"], width)}
 
 
 def _decode(model: Any, folder: Path) -> Decoder:
-    """The diffusion part of the pipeline in ``folder``; ``ValueError`` where there is none."""
+    """The diffusion part of the pipeline in ``folder``; ``ValueError`` if there is none."""
     if not (folder / zoo.PIPELINE).is_file():
         raise ValueError(
             f"{folder} has no diffusion part: give the folder of the GlmImagePipeline, or "
@@ -136,7 +136,7 @@ def _painter(folder: Path, dtype: torch.dtype) -> Any:
     """
     from diffusers import AutoencoderKL, GlmImagePipeline, GlmImageTransformer2DModel
 
-    found = {
+    options = {
         "text_encoder": load_model(T5EncoderModel, folder / "text_encoder", dtype=dtype),
         "transformer": load_part(
             GlmImageTransformer2DModel, folder / "transformer", torch_dtype=dtype
@@ -144,13 +144,13 @@ def _painter(folder: Path, dtype: torch.dtype) -> Any:
         "vae": load_part(AutoencoderKL, folder / "vae", torch_dtype=dtype),
     }
     try:
-        return GlmImagePipeline.from_pretrained(folder, **{PARTS[0]: None}, **found)
+        return GlmImagePipeline.from_pretrained(folder, **{PARTS[0]: None}, **options)
     except (OSError, ValueError) as error:
         raise unreadable(folder, error) from error
 
 
 def _keep(folder: Path, into: Path) -> None:
-    """Copy all of a pipeline but the model that draws tokens, which is saved separately."""
+    """Copy a pipeline's folder except the model that draws tokens, which is saved separately."""
     if not (folder / zoo.PIPELINE).is_file():
         return
     shutil.copyfile(folder / zoo.PIPELINE, into / zoo.PIPELINE)

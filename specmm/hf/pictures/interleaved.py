@@ -47,8 +47,8 @@ def writer_of(model: PreTrainedModel, name: str = "the model") -> PictureModel:
             f"draw=True needs a model that writes text and pictures in turn "
             f"({', '.join(WRITERS)}), got {name} of type {kind!r}; leave draw out"
         )
-    found: PictureModel = named(WRITERS[kind])
-    return found
+    writer: PictureModel = named(WRITERS[kind])
+    return writer
 
 
 class Grammar:
@@ -78,14 +78,14 @@ class Grammar:
         return cls(begin, end, layout.length, layout.allowed.masks[0].to(model.device))
 
     def of_words(self) -> Grammar:
-        """The grammar for answers in which no picture may begin."""
-        found = copy.copy(self)
-        found.masks = self.masks.clone()
-        found.masks[IN_TEXT, self.begin] = False
-        return found
+        """A copy for answers in which no picture may begin."""
+        grammar = copy.copy(self)
+        grammar.masks = self.masks.clone()
+        grammar.masks[IN_TEXT, self.begin] = False
+        return grammar
 
     def check_room(self, max_new_tokens: int) -> None:
-        """Raise ``ValueError`` for answers that no picture fits into."""
+        """Raise ``ValueError`` if no picture fits into answers of ``max_new_tokens``."""
         if max_new_tokens < self.length + 2:
             raise ValueError(
                 f"max_new_tokens must be at least {self.length + 2} for answers with pictures, "
@@ -95,8 +95,8 @@ class Grammar:
     def after(self, opened: Tensor, tokens: Tensor) -> Tensor:
         """Progress of pictures [...] after one more of ``tokens`` [...]."""
         closed = (opened == TEXT) | (tokens == self.end)
-        found = torch.where(closed, TEXT, (opened + 1).clamp(max=self.length))
-        return torch.where(tokens == self.begin, 0, found)
+        states = torch.where(closed, TEXT, (opened + 1).clamp(max=self.length))
+        return torch.where(tokens == self.begin, 0, states)
 
     def after_text(self, ids: Sequence[int]) -> int:
         """Progress after a prompt of ``ids``, which may hold whole pictures in any form."""
@@ -109,39 +109,39 @@ class Grammar:
         """Progress [B, N] after each node of ``tree``, whose root follows ``opened`` [B]."""
         root = self.after(opened, tree.tokens[:, 0])[:, None]
         parents = tree.shape.parents.clamp(min=0).expand_as(tree.tokens)
-        found = root.expand_as(tree.tokens)
+        states = root.expand_as(tree.tokens)
         for _ in range(tree.shape.depth):  # level by level
-            found = self.after(found.gather(1, parents), tree.tokens)
-            found = torch.cat([root, found[:, 1:]], dim=1)
-        return found
+            states = self.after(states.gather(1, parents), tree.tokens)
+            states = torch.cat([root, states[:, 1:]], dim=1)
+        return states
 
     def masked(self, logits: Tensor, opened: Tensor, left: Tensor) -> Tensor:
         """``logits`` [B, N, V] with ``-inf`` for tokens not allowed at the progress ``opened``
         [B, N], if ``left`` [B or 1, N] tokens remain in the answer.
         """
         fits = left >= self.length + 2
-        place = torch.where(fits, IN_TEXT, IN_FULL_TEXT)
-        place = torch.where(opened == TEXT, place, IN_PICTURE)
-        place = place.masked_fill(opened == self.length, AT_END)
-        return logits.masked_fill(~self.masks[place], float("-inf"))
+        states = torch.where(fits, IN_TEXT, IN_FULL_TEXT)
+        states = torch.where(opened == TEXT, states, IN_PICTURE)
+        states = states.masked_fill(opened == self.length, AT_END)
+        return logits.masked_fill(~self.masks[states], float("-inf"))
 
     def parts(self, ids: Sequence[int]) -> list[tuple[bool, list[int]]]:
         """The ``ids`` of an answer as runs of text and pictures, and whether each is a picture.
 
         The tokens around pictures belong to neither.
         """
-        found: list[tuple[bool, list[int]]] = []
+        parts: list[tuple[bool, list[int]]] = []
         apart = True
         for token in ids:
             if token in (self.begin, self.end):
                 apart = True
                 continue
             drawn = token in self.codes
-            if apart or drawn != found[-1][0]:
-                found.append((drawn, []))
-            found[-1][1].append(token)
+            if apart or drawn != parts[-1][0]:
+                parts.append((drawn, []))
+            parts[-1][1].append(token)
             apart = False
-        return found
+        return parts
 
 
 class InterleavedTarget(VLMTarget):
@@ -168,8 +168,8 @@ class InterleavedTarget(VLMTarget):
         """See :class:`specmm.hf.models.target.VLMTarget`; a prompt may end with the token that
         begins a picture.
 
-        Raises ``ValueError`` for a prompt that ends inside a picture, and for an answer too short
-        for one.
+        Raises ``ValueError`` for a prompt that ends inside a picture, and for answers too short for
+        the picture that it begins.
         """
         self.grammar.check_room(prompt.max_new_tokens)
         begun = [self.grammar.after_text(row) for row in prompt.rows()]
@@ -184,8 +184,8 @@ class InterleavedTarget(VLMTarget):
 
     def start_row(self, row: int, prompt: VLMPrompt) -> TargetOutput:
         output = super().start_row(row, prompt)
-        alone: Any = self.started
-        self.opened[row] = alone.opened[0]
+        row_target: Any = self.started
+        self.opened[row] = row_target.opened[0]
         return output
 
     def score(self, tree: DraftTree) -> TargetOutput:
@@ -196,8 +196,8 @@ class InterleavedTarget(VLMTarget):
         """Keep the accepted nodes."""
         super().commit(result)
         last = result.path.gather(1, (result.kept[:, None] - 1).clamp(min=0))
-        kept = self.at.gather(1, last)[:, 0]
-        self.opened = torch.where(result.kept > 0, kept, self.opened)  # 0: a row that has ended
+        state = self.at.gather(1, last)[:, 0]
+        self.opened = torch.where(result.kept > 0, state, self.opened)  # 0: a row that has ended
 
     def step(self, tokens: Tensor) -> TargetOutput:
         self.opened = self.grammar.after(self.opened, tokens)
@@ -207,8 +207,8 @@ class InterleavedTarget(VLMTarget):
     def guided(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Logits [B, N, V], ``-inf`` for tokens not allowed after ``positions`` [B, N]."""
         drawn = positions - self.begins[:, None] + 1
-        left = self.prompt.max_new_tokens - drawn
-        return self.grammar.masked(super().guided(logits, positions), self.at, left)
+        remaining = self.prompt.max_new_tokens - drawn
+        return self.grammar.masked(super().guided(logits, positions), self.at, remaining)
 
 
 class PictureReader:
@@ -222,9 +222,7 @@ class PictureReader:
         self._decoder: Decoder | None = None
 
     def check(self, max_new_tokens: int) -> None:
-        """Raise ``ValueError`` unless a picture fits into answers of ``max_new_tokens`` and can be
-        decoded.
-        """
+        """Raise ``ValueError`` unless ``max_new_tokens`` fit a picture that can be decoded."""
         self.grammar.check_room(max_new_tokens)
         self.decoder()
 
@@ -234,20 +232,20 @@ class PictureReader:
             self._decoder = self.facts.decode(self.model, self.folder)
         return self._decoder
 
-    def text(self, ids: Sequence[int], said: Callable[[list[int]], str], placeholder: str) -> str:
+    def text(self, ids: Sequence[int], decode: Callable[[list[int]], str], placeholder: str) -> str:
         """The text of ``ids`` with a ``placeholder`` for each picture."""
         parts = self.grammar.parts(ids)
-        return "".join(placeholder if drawn else said(run) for drawn, run in parts)
+        return "".join(placeholder if drawn else decode(run) for drawn, run in parts)
 
     @torch.inference_mode()
     def pictures(self, answers: Sequence[Sequence[int]]) -> list[list[Image.Image]]:
         """The pictures of each of ``answers``, in order.
 
-        Raises ``ValueError`` where the folder has no decoder for them.
+        Raises ``ValueError`` if the folder has no decoder for them.
         """
         spans = [[run for drawn, run in self.grammar.parts(row) if drawn] for row in answers]
-        whole = [[run for run in row if len(run) == self.grammar.length] for row in spans]
-        if not any(whole):
+        complete = [[run for run in row if len(run) == self.grammar.length] for row in spans]
+        if not any(complete):
             return [[] for _ in answers]
         decode = self.decoder()
         layout = self.facts.layout(self.model, None)
@@ -258,4 +256,4 @@ class PictureReader:
             pixels = named(PIXELS)(decode(tokens, layout, painting))
             return Image.fromarray(pixels[0].cpu().numpy())
 
-        return [[picture(run) for run in row] for row in whole]
+        return [[picture(run) for run in row] for row in complete]

@@ -55,10 +55,10 @@ def _ids(model: Any, tokenizer: Any, text: str, layout: Layout) -> list[int]:
     return list(tokenizer(text + begin)["input_ids"])
 
 
-def _away(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
+def _unconditional(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[int]:
     config = model.generation_config
-    kept = (config.bos_token_id, tokenizer.boi_token_id)
-    return [token if token in kept else config.pad_token_id for token in ids]
+    allowed = (config.bos_token_id, tokenizer.boi_token_id)
+    return [token if token in allowed else config.pad_token_id for token in ids]
 
 
 def _decode(model: Any, folder: Path) -> Decoder:
@@ -76,7 +76,7 @@ JANUS = PictureModel(
     embed=lambda model: model.prepare_embeddings_for_image_generation,
     layout=_layout,
     ids=_ids,
-    away=_away,
+    away=_unconditional,
     decode=_decode,
     codebook=unit_codebook,
     cfg=5.0,

@@ -41,7 +41,7 @@ def picture_type(folder: Path) -> PictureModel | None:
 
 
 def processes(folder: Path) -> bool:
-    """Whether a processor of pictures is beside the model."""
+    """Whether the folder also has a processor that reads pictures."""
     return any((folder / name).is_file() for name in PROCESSORS)
 
 

@@ -1,6 +1,6 @@
 """Transformers models that draw pictures token by token, as targets.
 
-Each is described by one :class:`PictureModel`; no other code is specific to it.
+Each model class is described by one :class:`PictureModel`; no other code is specific to it.
 
 Shape letters: B batch, T tokens of a picture, H and W pixels of its sides, C width, V vocabulary.
 """
@@ -32,11 +32,11 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a picture is drawn: ``rows`` of so many ``columns`` of picture tokens.
+    """How a picture is drawn: ``rows`` rows of ``columns`` picture tokens.
 
-    ``length`` T counts all tokens drawn, row ends included; ``allowed`` says which may come where.
-    ``places`` [3, T] are M-RoPE positions, counted from the first token drawn (None: positions are
-    consecutive).
+    ``length`` T counts all drawn tokens, row ends included; ``allowed`` says which token may come
+    where. ``places`` [3, T] are M-RoPE positions, counted from the first token drawn (None:
+    positions are consecutive).
     """
 
     rows: int
@@ -52,7 +52,7 @@ Example = Callable[[], tuple[Sequence[int], Sequence[int]]]
 
 @dataclass(frozen=True)
 class Painting:
-    """Inputs beside a picture's tokens for the diffusion model that paints its pixels."""
+    """Inputs other than tokens for the diffusion model that paints a picture's pixels."""
 
     text: str  # the prompt
     generator: torch.Generator
@@ -67,23 +67,23 @@ Decoder = Callable[[Tensor, Layout, Painting], Tensor]
 class PictureModel:
     """A class of transformers that draws pictures, described by functions of a model.
 
-    ``head`` scores: states [..., C] to logits [..., V]. ``embed`` embeds drawn tokens: [...] to
-    [..., C]. Both are the model's own by default. ``layout`` gives the layout of a picture of some
-    size (None: the usual size), and raises ``ValueError`` for a size that the model does not draw.
+    ``head`` turns states [..., C] into logits [..., V], and ``embed`` drawn tokens [...] into [...,
+    C]; both default to the model's own. ``layout`` gives the layout of a picture of some size
+    (None: the usual size), and raises ``ValueError`` for a size that the model does not draw.
     ``ids`` gives the ids of a prompt, up to the first token drawn, by the model's tokenizer;
     ``away`` turns them into the unconditional prompt (None: it is the empty prompt). ``decode``
     makes the decoder from tokens to pixels, from the model and the files in its folder, or raises
-    ``ValueError``. ``codebook`` gives the picture tokens' ids [W], ascending, and their codes
-    [W, E], None if the folder has no tokenizer. ``cfg`` is the usual guidance scale, ``sampling``
-    the usual settings by name, by default those of a ``generation_config`` that samples. Tokens are
-    ``shared`` if drawn ones have the same ids as in prompts. ``parts`` are the folders of model and
-    tokenizer in a diffusers pipeline, if the model comes in one; ``paints``: its pixels are made by
-    diffusion. ``check`` raises ``ValueError`` for a model that cannot draw. A checkpoint must have
-    weights with ``scores`` in their names; it may lack those whose names begin with ``unneeded``,
-    which ``fill`` then takes from elsewhere in the folder. ``keep`` copies the files that
-    ``decode`` reads into another folder. ``marks``, for a class that also draws between words,
-    gives the ids that begin and end a picture there, and raises ``ValueError`` for a model that
-    cannot.
+    ``ValueError``. ``codebook`` gives the picture tokens' ids [W], ascending, and their codes [W,
+    E], None if the folder has no tokenizer. ``cfg`` is the usual guidance scale, ``sampling`` the
+    usual settings by name, by default those of a ``generation_config`` that samples. Tokens are
+    ``shared`` if they have the same ids when drawn as in prompts. ``parts`` are the folders of
+    model and tokenizer in a diffusers pipeline, if the model comes in one; ``paints``: its pixels
+    are made by diffusion. ``check`` raises ``ValueError`` for a model that cannot draw. A
+    checkpoint must have weights with ``scores`` in their names; it may lack weights whose names
+    begin with ``unneeded``, which ``fill`` then takes from elsewhere in the folder. ``keep`` copies
+    the files that ``decode`` reads into another folder. ``marks``, for a class that also draws
+    between words, gives the ids that begin and end a picture there, and raises ``ValueError`` for a
+    model that cannot.
     """
 
     architecture: str  # the class
@@ -115,18 +115,19 @@ class PictureModel:
 
 def own_sampling(model: Any, samples: bool = False) -> dict[str, Any]:
     """The guidance of the ``model``'s generate and, if its ``generation_config`` samples or
-    ``samples`` is set, its sampling settings, with transformers' defaults for those it leaves open.
+    ``samples`` is set, its sampling settings, with transformers' defaults for settings that it
+    leaves open.
     """
     config = model.generation_config
     scale = config.guidance_scale
-    found = {} if scale is None else {"cfg": float(scale)}
+    settings = {} if scale is None else {"cfg": float(scale)}
     if not (samples or config.do_sample):
-        return found
+        return settings
     usual = GenerationConfig._get_default_generation_params()
     for name in ("temperature", "top_k", "top_p"):
         value = getattr(config, name)
-        found[name] = usual[name] if value is None else value
-    return found
+        settings[name] = usual[name] if value is None else value
+    return settings
 
 
 class PictureTarget(VLMTarget):
@@ -182,7 +183,7 @@ class PictureTarget(VLMTarget):
 
     @property
     def line(self) -> int:
-        """Tokens a row, with those that end it; of the picture alone where it has a preview."""
+        """Tokens a row, with its end token; of the picture itself if it also has a preview."""
         previewed = self.grid is not None
         return self.layout.columns if previewed else self.length // self.layout.rows
 
@@ -201,7 +202,7 @@ class PictureTarget(VLMTarget):
         """Let drafters read the states that the head reads, followed by the inputs of ``layers``
         [R, N, C·(1 + F)].
 
-        Raises ``ValueError`` for layers that the model does not have, or the first.
+        Raises ``ValueError`` for layers that the model does not have, and for layer 0.
         """
         super().read_layers([layer - 1 for layer in layers], normed)
 
@@ -223,7 +224,7 @@ class PictureTarget(VLMTarget):
         return picture_prompt(self, [ids] * batch, [away] * batch)
 
     def where(self, positions: Tensor) -> Tensor:
-        """Positions by the tokens' places in the picture, if the model has such (M-RoPE)."""
+        """Positions; by the tokens' places in the picture if the layout has such (M-RoPE)."""
         if self.grid is None:
             return super().where(positions)
         begins = branched(self.begins[:, None], self.branches)
@@ -237,15 +238,15 @@ def picture_prompt(
     """Prompts for pictures from lists of ids that end with the tokens that begin a picture, and
     from the unconditional prompts ``away``.
     """
-    other = None
+    negative = None
     if target.branches > 1:
-        other = VLMPrompt(padded([list(row) for row in away]), target.length)
+        negative = VLMPrompt(padded([list(row) for row in away]), target.length)
     ids = padded([list(row) for row in prompts])
-    return VLMPrompt(ids, target.length, unconditional=other).to(target.device, torch.float32)
+    return VLMPrompt(ids, target.length, unconditional=negative).to(target.device, torch.float32)
 
 
 def lined(rows: int, columns: int, pictures: Tensor, line: Tensor) -> Layout:
-    """The layout of ``rows`` that each end with a token more, from masks [V] of either kind."""
+    """The layout of ``rows`` that end with a line token; masks [V] mark both kinds of tokens."""
     places = torch.zeros(rows, columns + 1, dtype=torch.int64)
     places[:, -1] = 1
     allowed = AllowedTokens(torch.stack([pictures, line]), places.flatten())
@@ -253,7 +254,7 @@ def lined(rows: int, columns: int, pictures: Tensor, line: Tensor) -> Layout:
 
 
 def token_side(model: Any) -> int:
-    """Pixels of a token's sides; its tokenizer halves pictures at each level but the first."""
+    """Pixels of a token's side; the image tokenizer halves pictures at each level but the first."""
     return int(2 ** (len(model.config.vq_config.channel_multiplier) - 1))
 
 
@@ -272,7 +273,7 @@ def unit_codebook(model: Any) -> tuple[Tensor, Tensor]:
 def square(tokens: int, size: Size | None, side: int, allowed: AllowedTokens) -> Layout:
     """The layout of a model that draws only squares of ``tokens`` tokens and ``side`` pixels.
 
-    Raises ``ValueError`` for another ``size``, and for tokens that fill no square.
+    Raises ``ValueError`` for another ``size``, and if ``tokens`` is not a square number.
     """
     if size is not None and size != (side, side):
         raise ValueError(

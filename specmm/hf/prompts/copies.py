@@ -1,5 +1,5 @@
-"""Copies logits processors and stopping criteria. They may keep a memory from call to call: in
-attributes, closures and defaults, which are copied, or in classes and globals, which are not.
+"""Copies logits processors and stopping criteria. They may remember earlier calls: in attributes,
+closures and defaults, which are copied, or in classes and globals, which are not.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ NOTED = ("__dict__", "__slotnames__", "__weakref__")  # by Python, of a class
 MOST = 10_000  # objects that are looked at
 
 
-def copied(things: T) -> T:
+def copied(objects: T) -> T:
     """Copies of processors or criteria, with the models and tokenizers that they use shared.
 
     Raises ``ValueError`` if their memory cannot be copied.
     """
     memo: dict[int, Any] = {}
     try:
-        _prepare(things, memo)
-        return copy.deepcopy(things, memo)
+        _prepare(objects, memo)
+        return copy.deepcopy(objects, memo)
     except Exception as error:  # of any class of errors
-        said = " ".join(str(error).split()) or type(error).__name__
-        names = ", ".join(type(thing).__name__ for thing in things)  # type: ignore[attr-defined]
+        reason = " ".join(str(error).split()) or type(error).__name__
+        names = ", ".join(type(obj).__name__ for obj in objects)  # type: ignore[attr-defined]
         raise ValueError(
-            "what processors and criteria keep must be copied, for drafts that are rejected; of "
-            f"{names} it cannot be ({said}): go by the ids alone, or give method='ar'"
+            "the memory of processors and criteria must be copyable, because drafts may be "
+            f"rejected; {names} cannot be copied ({reason}): depend on the ids alone, or give "
+            "method='ar'"
         ) from error
 
 
-def _prepare(things: Any, memo: dict[int, Any]) -> None:
-    """Fill the ``memo`` of :func:`copy.deepcopy` with objects that copies of ``things`` share, and
-    with copies of functions, which it would share, with their own variables and defaults.
+def _prepare(objects: Any, memo: dict[int, Any]) -> None:
+    """Fill the ``memo`` of :func:`copy.deepcopy` with objects that copies of ``objects`` share, and
+    with copies of functions (which it would share) that have their own variables and defaults.
     """
-    reached = [thing for thing, _ in _reached(things, shared=False)]
-    memo |= {id(thing): thing for thing in reached if isinstance(thing, KEPT)}
+    reached = [obj for obj, _ in _reached(objects, shared=False)]
+    memo |= {id(obj): obj for obj in reached if isinstance(obj, KEPT)}
     cells = {id(x): (x, CellType()) for x in reached if isinstance(x, CellType)}
     functions = [x for x in reached if isinstance(x, FunctionType) and not _of_a_library(x)]
     for function in functions:
-        own = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
-        given = (function.__code__, function.__globals__, function.__name__)
-        memo[id(function)] = FunctionType(*given, closure=own)
+        cells_copied = tuple(cells[id(cell)][1] for cell in function.__closure__ or ())
+        parts = (function.__code__, function.__globals__, function.__name__)
+        memo[id(function)] = FunctionType(*parts, closure=cells_copied)
     for cell, copied_cell in cells.values():
         for content in gc.get_referents(cell):  # none of an empty one
             copied_cell.cell_contents = copy.deepcopy(content, memo)
@@ -63,55 +64,58 @@ def _prepare(things: Any, memo: dict[int, Any]) -> None:
         memo[id(function)].__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
 
 
-def state_of(things: Any) -> object:
-    """A value that stays equal while ``things`` and the variables that their code reaches (of
+def state_of(objects: Any) -> object:
+    """A value that stays equal while ``objects`` and the variables that their code reaches (of
     classes, closures and named globals) stay the same.
     """
-    return [
-        (thing.data_ptr(), 0 if thing.is_inference() else thing._version)
-        if isinstance(thing, Tensor)
-        else ("" if inner else repr(thing), [x if type(x) in PLAIN else id(x) for x in inner])
-        for thing, inner in _reached(things, shared=True)
-    ]
+    state: list[object] = []
+    for obj, inner in _reached(objects, shared=True):
+        if isinstance(obj, Tensor):
+            state.append((obj.data_ptr(), 0 if obj.is_inference() else obj._version))
+        else:
+            values = [x if type(x) in PLAIN else id(x) for x in inner]
+            state.append(("" if inner else repr(obj), values))
+    return state
 
 
-def _reached(things: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
-    """The objects that ``things`` reach, each with the objects it holds, up to a limit. Classes and
-    globals, which copies share, are followed if ``shared``.
+def _reached(objects: Any, shared: bool) -> list[tuple[Any, list[Any]]]:
+    """The objects reachable from ``objects``, each with the objects that it holds, up to a limit.
+    Classes and globals, which copies share, are followed if ``shared``.
     """
-    found: dict[int, tuple[Any, list[Any]]] = {}
-    left = list(things)
-    for thing in left:
-        if id(thing) not in found and type(thing) not in PLAIN:
-            found[id(thing)] = thing, _held(thing, shared)
-            left += found[id(thing)][1]
-        if len(found) == MOST:
+    reached: dict[int, tuple[Any, list[Any]]] = {}
+    pending = list(objects)
+    for obj in pending:
+        if id(obj) not in reached and type(obj) not in PLAIN:
+            reached[id(obj)] = obj, _references(obj, shared)
+            pending += reached[id(obj)][1]
+        if len(reached) == MOST:
             break
-    return list(found.values())
+    return list(reached.values())
 
 
-def _held(thing: Any, shared: bool) -> list[Any]:
-    if isinstance(thing, (*KEPT, CACHE, Tensor)) or _of_a_library(thing):
+def _references(obj: Any, shared: bool) -> list[Any]:
+    """The objects that ``obj`` refers to and a copy would need; see :func:`_reached`."""
+    if isinstance(obj, (*KEPT, CACHE, Tensor)) or _of_a_library(obj):
         return []
-    if isinstance(thing, type):
-        own = {name: x for name, x in vars(thing).items() if name not in NOTED}
-        return [*own.values(), *thing.__bases__] if shared else []
-    if not isinstance(thing, FunctionType):
-        getattr(thing, "__dict__", None)  # made now, and not by the first who asks
-        return gc.get_referents(thing)
-    known = thing.__globals__
-    named = [known[name] for name in _names(thing.__code__) if name in known] if shared else []
-    return [*(thing.__closure__ or ()), thing.__defaults__, thing.__kwdefaults__, *named]
+    if isinstance(obj, type):
+        attributes = {name: x for name, x in vars(obj).items() if name not in NOTED}
+        return [*attributes.values(), *obj.__bases__] if shared else []
+    if not isinstance(obj, FunctionType):
+        getattr(obj, "__dict__", None)  # made now, and not by the first who asks
+        return gc.get_referents(obj)
+    names = obj.__globals__
+    named = [names[name] for name in _global_names(obj.__code__) if name in names] if shared else []
+    return [*(obj.__closure__ or ()), obj.__defaults__, obj.__kwdefaults__, *named]
 
 
-def _of_a_library(thing: Any) -> bool:
-    code = isinstance(thing, FunctionType | type)
-    return code and str(thing.__module__).split(".")[0] in LIBRARIES
+def _of_a_library(obj: Any) -> bool:
+    code = isinstance(obj, FunctionType | type)
+    return code and str(obj.__module__).split(".")[0] in LIBRARIES
 
 
 @functools.lru_cache(1000)
-def _names(code: CodeType) -> set[str]:
+def _global_names(code: CodeType) -> set[str]:
     """The globals that ``code`` and functions defined in it read or set."""
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
-    own = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
-    return own.union(*map(_names, inner))
+    global_names = {x.argval for x in dis.get_instructions(code) if x.opname.endswith("_GLOBAL")}
+    return global_names.union(*map(_global_names, inner))

@@ -26,9 +26,8 @@ FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueEr
 
 @dataclass(frozen=True)
 class Chat:
-    """``messages``, whose parts stand for the ``images`` and the ``videos`` in turn; ``rates`` are
-    frames a second of videos, where they are said; ``more`` goes to the chat template, as ``tools``
-    do.
+    """``messages``, whose parts stand for the ``images`` and the ``videos`` in order; ``rates`` are
+    the videos' frames a second, if given; ``more`` goes to the chat template, such as ``tools``.
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -45,23 +44,24 @@ class Chat:
                 "messages must be a list of {'role': …, 'content': …}, or a list of such lists, "
                 f"got {shown(messages) if messages else 'nothing'}"
             )
-        found = cls()
+        chat = cls()
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(
                     f"each of messages must have a role and a content, got {shown(message)}"
                 )
-            found.messages.append({**message, "content": found._content(message)})
-        return found
+            chat.messages.append({**message, "content": chat._content(message)})
+        return chat
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the messages, without thoughts, which templates may leave out."""
+        """Texts of the messages without reasoning, which templates may leave out."""
         contents = [one["content"] for one in self.messages]
-        said = (p["text"] for one in contents for p in as_parts(one) if p["type"] == "text")
-        return [text.rpartition("</think>")[2] for text in said]
+        texts = (p["text"] for one in contents for p in as_parts(one) if p["type"] == "text")
+        return [text.rpartition("</think>")[2] for text in texts]
 
     def _content(self, message: Mapping[str, Any]) -> Any:
+        """A message's content: a text, or parts with their pictures and videos taken out."""
         content = message.get("content", "" if "tool_calls" in message else None)
         if content is None and "tool_calls" in message:
             return ""
@@ -74,6 +74,7 @@ class Chat:
         return [self._part(part) for part in content]
 
     def _part(self, part: Any) -> dict[str, Any]:
+        """One part of a message; its picture or video goes to ``images`` or ``videos``."""
         if isinstance(part, str):
             return as_text(part)
         if not isinstance(part, Mapping):
@@ -83,7 +84,7 @@ class Chat:
             return as_text(part["text"])
         if kind not in KINDS:
             raise ValueError(
-                "a part of a message must be of type text, image or video, with it, got "
+                "a part of a message must be of type text, image or video, and hold it, got "
                 f"{shown(part.get('type'))}"
             )
         names = (kind, f"{kind}_url", "url", "path", "base64")
@@ -119,10 +120,10 @@ def joined(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def chats_of(given: Any) -> list[Chat]:
-    """The chats in ``given``, one list of messages or several; raises ``ValueError`` for others."""
-    several = isinstance(given, list | tuple) and given and isinstance(given[0], list | tuple)
-    return [Chat.of(messages) for messages in (given if several else [given])]
+def chats_of(value: Any) -> list[Chat]:
+    """The chats in ``value``, one list of messages or several; ``ValueError`` for anything else."""
+    several = isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple)
+    return [Chat.of(messages) for messages in (value if several else [value])]
 
 
 def written(
@@ -132,7 +133,8 @@ def written(
     tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
     """The text of ``chat`` in the chat template that ``write`` applies. Contents are written in the
-    first of the ``forms`` with which all texts appear, and each of the ``tokens`` so many times.
+    first of the ``forms`` in which all texts appear, and each of the ``tokens`` as often as it
+    should.
 
     Raises ``ValueError`` if no form fits; in chats of text alone a template may leave some out.
     """
@@ -140,11 +142,11 @@ def written(
     reason = "others"
     for form in forms:
         try:
-            said = [{**one, "content": form(one["content"])} for one in chat.messages]
-            found = str(write(said, **chat.more))
-            if fits(found, chat.texts, tokens):
-                return found
-            usual = found if usual is None else usual
+            messages = [{**one, "content": form(one["content"])} for one in chat.messages]
+            text = str(write(messages, **chat.more))
+            if fits(text, chat.texts, tokens):
+                return text
+            usual = text if usual is None else usual
         except (TemplateError, *FAULTS) as error:
             reason = " ".join(str(error).split())
     if usual is not None and not tokens:
@@ -156,10 +158,10 @@ def written(
 
 
 def fits(found: str, texts: Sequence[str], tokens: Mapping[str, int]) -> bool:
-    """Whether a prompt holds the ``texts``, and each of the ``tokens`` so many times."""
+    """Whether the prompt ``found`` holds all ``texts``, and each of ``tokens`` that many times."""
     flat = "".join(found.split())  # templates trim
-    shown = all(found.count(token) == count for token, count in tokens.items())
-    return shown and all("".join(text.split()) in flat for text in texts)
+    all_tokens = all(found.count(token) == count for token, count in tokens.items())
+    return all_tokens and all("".join(text.split()) in flat for text in texts)
 
 
 def _decoded(text: Any) -> bytes:

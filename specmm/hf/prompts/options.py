@@ -43,7 +43,7 @@ CONFIG = "generation_config"
 
 
 class IdleOption(UserWarning):
-    """Warning about a sampling option in a call that samples nothing."""
+    """Warning about a sampling option that has no effect, because the call is greedy."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -113,9 +113,9 @@ class CallOptions(GenerateOptions, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How to answer: ``temperature`` 0 is greedy, ``top_k`` 0, ``top_p`` 1 and
-    ``repetition_penalty`` 1 are off; pipelines take the penalty of the checkpoint's
-    ``generation_config`` where none is given, as generate does.
+    """How to answer: ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
+    ``repetition_penalty`` 1 are off. The penalty defaults to the checkpoint's
+    ``generation_config``, as in generate.
 
     ``seed`` or ``generator`` (one a row, or the first row's: seeds of the others follow) make
     sampling repeatable. ``method`` None is the pipeline's. ``chat`` puts the prompt into the
@@ -124,23 +124,21 @@ class Options:
     finished row takes the next prompt; 0 answers all at once. ``compiled`` runs rounds of text, and
     plain steps of answers about pictures, as programs of ``torch.compile``, which are made at the
     first call of a method, batch and length; "auto" makes them once they pay
-    (:mod:`specmm.choose.when_compiled`), and never for streams. On a GPU rounds, of questions about
-    pictures, too, are graphs (:mod:`specmm.programs.graphs`). ``drafter``, ``tree`` and ``rule``
-    are chosen by hand in place of the method's: by name, or one's own (see
-    :func:`specmm.register`). With ``draw`` a model that can draws pictures in its answers. An
-    answer is spelled by a ``grammar`` (:mod:`specmm.structured`; a dict is a JSON schema).
+    (:mod:`specmm.choose.when_compiled`), and never for streams. On a GPU rounds, also of questions
+    about pictures, are CUDA graphs (:mod:`specmm.programs.graphs`). ``drafter``, ``tree`` and
+    ``rule`` replace the method's: names, or your own objects (see :func:`specmm.register`). With
+    ``draw`` a model that can draw puts pictures into its answers. Answers follow a ``grammar``
+    (:mod:`specmm.structured`; a dict is a JSON schema).
 
-    ``messages`` are a chat, or a list of chats, in place of prompts, or of questions with their
-    pictures and videos: several turns, system prompts, parts with pictures and videos, in the
-    model's chat template (:mod:`specmm.hf.prompts.messages`). ``fps`` is the rate of videos given
-    as frames.
+    ``messages`` are a chat or a list of chats (:mod:`specmm.hf.prompts.messages`), given instead of
+    prompts, pictures and videos: turns, system prompts and parts with pictures and videos. ``fps``
+    is the rate of videos given as frames.
 
-    ``more`` are settings of transformers' generate, which are given by their names as all others:
-    those that change scores (``min_p``, ``no_repeat_ngram_size`` and the like; also
-    ``presence_penalty`` and ``frequency_penalty``, see
-    :class:`specmm.hf.prompts.penalties.Penalties`),
+    ``more`` are settings of transformers' generate, given by name like all options: settings that
+    change scores (``min_p``, ``no_repeat_ngram_size`` and the like; also ``presence_penalty`` and
+    ``frequency_penalty``, see :class:`specmm.hf.prompts.penalties.Penalties`),
     ``logits_processor``, ``prefix_allowed_tokens_fn``, ``stopping_criteria`` and a
-    ``generation_config``. With them rows are answered all at once, and never compiled.
+    ``generation_config``. With them all rows are answered at once, and never compiled.
     """
 
     max_new_tokens: int = 64
@@ -165,29 +163,29 @@ class Options:
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], **defaults: Any) -> Options:
-        """The options ``given`` by name; raises ``ValueError`` for an unknown one."""
-        given = _unpacked(given)
-        known = [f.name for f in dataclasses.fields(cls) if f.name != "more"]
+    def of(cls, call_options: Mapping[str, Any], **defaults: Any) -> Options:
+        """The options of a call by name; raises ``ValueError`` for an unknown one."""
+        call_options = _unpacked(call_options)
+        names = [f.name for f in dataclasses.fields(cls) if f.name != "more"]
         more = {**defaults.pop("more", {})}
-        for name in given.keys() - set(known):
+        for name in call_options.keys() - set(names):
             if name in OF_GENERATE:
                 raise ValueError(f"unknown option {name!r} of generate; {OF_GENERATE[name]}")
             if name not in OTHERS:
-                raise unknown("option", name, [*known, *OTHERS], OPTION)
-            more[name] = given[name]
-        own = {name: value for name, value in given.items() if name in known}
+                raise unknown("option", name, [*names, *OTHERS], OPTION)
+            more[name] = call_options[name]
+        known_options = {name: value for name, value in call_options.items() if name in names}
         more = {name: value for name, value in more.items() if value}  # 0 and the like are off
-        found = cls(**{**defaults, **own}, more=more)
-        if found.grammar is not None or more:
-            found = found._constrained()
-        if found.messages is not None:
-            found = dataclasses.replace(found, messages=chats_of(found.messages), chat=True)
-        check_whole(max_new_tokens=found.max_new_tokens, batch_size=found.batch_size)
-        check_compiled(found.compiled)
-        if found.batch_size < 0:
-            raise ValueError(f"batch_size must be at least 0, got {found.batch_size}")
-        return found
+        options = cls(**{**defaults, **known_options}, more=more)
+        if options.grammar is not None or more:
+            options = options._constrained()
+        if options.messages is not None:
+            options = dataclasses.replace(options, messages=chats_of(options.messages), chat=True)
+        check_whole(max_new_tokens=options.max_new_tokens, batch_size=options.batch_size)
+        check_compiled(options.compiled)
+        if options.batch_size < 0:
+            raise ValueError(f"batch_size must be at least 0, got {options.batch_size}")
+        return options
 
     def _constrained(self) -> Options:
         """A copy without the options that generate's settings and grammars rule out."""
@@ -205,7 +203,7 @@ class Options:
         return dataclasses.replace(self, compiled=False)
 
     def chosen(self, registry: Registry, usual: Any) -> Any:
-        """The method of these options, else the ``usual`` one, with these drafter, tree, rule."""
+        """The method of these options or the ``usual`` one, with their drafter, tree and rule."""
         method = usual if self.method is None else self.method
         return methods.by_hand(registry, method, self.drafter, self.tree, self.rule)
 
@@ -218,13 +216,13 @@ class Options:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings in use, for certificates."""
-        found: dict[str, Any] = dict(self.processor.settings)
+        settings: dict[str, Any] = dict(self.processor.settings)
         if self.grammar is not None:
-            found["grammar"] = str(of_call(self.grammar))
+            settings["grammar"] = str(of_call(self.grammar))
         if self.more:
-            found.pop("top_p_ties", None)  # generate's own processors are asked
+            settings.pop("top_p_ties", None)  # generate's own processors are asked
         idle = FILTERS if self.processor.greedy else ()
-        return found | {name: _short(one) for name, one in self.more.items() if name not in idle}
+        return settings | {name: _short(one) for name, one in self.more.items() if name not in idle}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -237,34 +235,34 @@ class Options:
 
 
 def own_settings(model: Any) -> dict[str, Any]:
-    """The options in ``model``'s ``generation_config`` that apply to all answers, sampled or not:
-    repetition penalty, stop texts, and ``more``.
+    """The options in the ``model``'s ``generation_config`` that apply to greedy and sampled
+    answers: repetition penalty, stop texts, and ``more``.
     """
-    own = model.generation_config
-    penalty = getattr(own, "repetition_penalty", None)
-    more = {name: getattr(own, name, None) for name in ALWAYS}
+    config = model.generation_config
+    penalty = getattr(config, "repetition_penalty", None)
+    more = {name: getattr(config, name, None) for name in ALWAYS}
     return dict(
         repetition_penalty=1.0 if penalty is None else float(penalty),
-        stop=tuple(texts_of("stop", getattr(own, "stop_strings", None) or ())),
+        stop=tuple(texts_of("stop", getattr(config, "stop_strings", None) or ())),
         more={name: value for name, value in more.items() if value},
     )
 
 
-def idle_options(given: Mapping[str, Any], method: Any) -> list[str]:
-    """Names of the options ``given`` that have no effect because nothing is sampled. A ``method``
-    of several models still uses its seed, to break ties.
+def idle_options(call_options: Mapping[str, Any], method: Any) -> list[str]:
+    """Names of ``call_options`` that have no effect because decoding is greedy. A ``method`` of
+    several models still uses its seed, to break ties.
     """
-    given = _unpacked(given)
-    if given.get("temperature"):
+    call_options = _unpacked(call_options)
+    if call_options.get("temperature"):
         return []
     kind = KINDS.get(getattr(method, "name", method))
     seeds = () if kind is not None and kind.judge else ("seed", "generator")
-    drawn = [name for name in seeds if given.get(name) is not None]
-    return [name for name in FILTERS if given.get(name) not in (None, 0, 1)] + drawn
+    drawn = [name for name in seeds if call_options.get(name) is not None]
+    return [name for name in FILTERS if call_options.get(name) not in (None, 0, 1)] + drawn
 
 
 def _short(value: Any) -> Any:
-    """A setting in few words."""
+    """A setting as a short text."""
     if isinstance(value, bool | int | float | str):
         return value
     items = value if isinstance(value, list | tuple) else [value]
@@ -272,42 +270,40 @@ def _short(value: Any) -> Any:
     return "+".join(dict.fromkeys(named)) or f"of {len(items)}"
 
 
-def _unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options ``given``, with a ``generation_config`` among them replaced by its settings."""
-    found = dict(given)
-    config = found.pop(CONFIG, None)
+def _unpacked(call_options: Mapping[str, Any]) -> dict[str, Any]:
+    """``call_options`` with a ``generation_config`` among them replaced by its settings."""
+    unpacked = dict(call_options)
+    config = unpacked.pop(CONFIG, None)
     if config is None:
-        return found
+        return unpacked
     settings = config if isinstance(config, Mapping) else config.to_diff_dict()
-    taken = {name: settings[name] for name in (*OWN, *SCORES) if settings.get(name) is not None}
+    usual = {name: settings[name] for name in (*OWN, *SCORES) if settings.get(name) is not None}
     if settings.get("do_sample") is not True:
-        taken["temperature"] = 0.0
-    elif "temperature" not in taken:
-        taken["temperature"] = 1.0
+        usual["temperature"] = 0.0
+    elif "temperature" not in usual:
+        usual["temperature"] = 1.0
     if settings.get("stop_strings"):
-        taken["stop"] = settings["stop_strings"]
-    return taken | found
+        usual["stop"] = settings["stop_strings"]
+    return usual | unpacked
 
 
 def stop_texts(stop: str | Sequence[str]) -> tuple[str, ...]:
     """The stop strings as a tuple; raises ``ValueError`` for an empty one."""
-    found = tuple(texts_of("stop", stop))
-    if not all(found):
-        raise ValueError(
-            "stop must be texts of one letter at least, got an empty one; leave it out"
-        )
-    return found
+    texts = tuple(texts_of("stop", stop))
+    if not all(texts):
+        raise ValueError("stop must be non-empty texts, got an empty one; leave it out")
+    return texts
 
 
 def lists_options(**defaults: object) -> Callable[[F], F]:
-    """Decorate a function that takes ``**options`` of a call, so that ``help`` lists them.
+    """Decorate a function that takes a call's ``**options``, so that ``help`` lists them.
 
     ``defaults`` are defaults that differ for this function.
     """
 
     def decorate(function: F) -> F:
-        found = inspect.signature(function)
-        own = [p for p in found.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature = inspect.signature(function)
+        named_only = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         listed = [
             inspect.Parameter(
                 field.name,
@@ -322,7 +318,7 @@ def lists_options(**defaults: object) -> Callable[[F], F]:
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any)
             for name in OTHERS
         ]
-        function.__signature__ = found.replace(parameters=[*own, *listed, *more])  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=[*named_only, *listed, *more])  # type: ignore[attr-defined]
         return function
 
     return decorate

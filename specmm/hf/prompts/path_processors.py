@@ -41,15 +41,15 @@ XGRAMMAR = "xgrammar.contrib.hf"
 class PathProcessor:
     """transformers' logits processors, applied to every path of a tree as to a separate sequence.
 
-    Processors that only read the scores are called once for all nodes, the others along the paths,
-    and never below a token that is not allowed. A processor that may have a memory gets ever longer
-    sequences, as from generate: each node has its own copy of its parent's processor, and a row
-    continues with the copy of the last accepted node. The processors of a single greedy row see
-    only accepted tokens, once and in order, and need no copies. Sequences come in batches of B,
-    each in its own row, since the memory may be by row (the part of its prompt to ignore, for
-    instance). Raises ``ValueError`` for classifier-free guidance, and if rounds have ``drafts`` for
-    processors whose memory cannot be copied or is kept elsewhere, or that answer the same sequence
-    in two ways.
+    Processors that only read the scores are called once for all nodes, other processors along the
+    paths, and never below a token that is not allowed. A processor that may have a memory gets one
+    token more in each call, as from generate: each node has its own copy of its parent's processor,
+    and a row continues with the copy of the last accepted node. The processors of a single greedy
+    row see only accepted tokens, once and in order, and need no copies. Sequences come in batches
+    of B, each in its own row, since the memory may be by row (the part of its prompt to ignore, for
+    instance). Raises ``ValueError`` for classifier-free guidance and, if rounds have ``drafts``,
+    for processors whose memory cannot be copied or is shared, or that give two answers to the same
+    sequence.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class PathProcessor:
 
     @property
     def remembering(self) -> bool:
-        """Whether processors with a possible memory would see rejected drafts, or several rows in
-        turn; those of a single greedy row see accepted tokens only.
+        """Whether processors that may have a memory would see rejected drafts or several rows in
+        turn; with a single greedy row they see only accepted tokens.
         """
         return self.drafts and self._memory and not (self.greedy and len(self.input_ids) == 1)
 
@@ -100,7 +100,7 @@ class PathProcessor:
         return self.processors(self.input_ids[:1].expand(len(flat), -1), flat).view_as(logits)
 
     def _by_path(self, logits: Tensor, history: History, tree: DraftTree | None) -> Tensor:
-        """Processed scores [B, N, V]; nodes that cannot be reached have their ``logits``."""
+        """Processed scores [B, N, V]; nodes that cannot be reached keep their ``logits``."""
         scores = logits.clone()
         rows = range(len(logits))
         answers = [history.answer(row) for row in rows]
@@ -111,9 +111,9 @@ class PathProcessor:
             for answer, heard in zip(answers, self.heard, strict=True)
         ]
         reached: list[set[int]] = [set() for _ in nodes]
-        for asked in _by_length(answers, nodes):
+        for group in _by_length(answers, nodes):
             alike: dict[tuple[int, ...], list[Place]] = {}  # nodes of one path, asked once
-            for row, node in asked:
+            for row, node in group:
                 if self._may_come(scores[row], reached[row], *nodes[row][node]):
                     reached[row].add(node)
                     alike.setdefault((row, *nodes[row][node][1]), []).append((row, node))
@@ -121,11 +121,11 @@ class PathProcessor:
             for batch in [[place] for place in alive] if self.remembering else _in_rows(alive):
                 # in rows that have none of this length left, another's
                 places = [next((x for x in batch if x[0] == row), batch[0]) for row in rows]
-                said = [[*answers[row], *nodes[row][node][1]] for row, node in places]
-                ids = torch.stack([self._sequence(*x) for x in zip(places, said, strict=True)])
-                own = torch.stack([logits[place] for place in places])
+                texts = [[*answers[row], *nodes[row][node][1]] for row, node in places]
+                ids = torch.stack([self._sequence(*x) for x in zip(places, texts, strict=True)])
+                picked = torch.stack([logits[place] for place in places])
                 row = batch[0][0]
-                processed = self._asked(ids, own, tuple(said[row]), told[row])
+                processed = self._scores(ids, picked, tuple(texts[row]), told[row])
                 for row, node in batch:
                     for place in alike[row, *nodes[row][node][1]]:
                         scores[place] = processed[row]
@@ -134,25 +134,25 @@ class PathProcessor:
             self._check(state_of(self.processors) == self._state)
         return scores
 
-    def _asked(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], told: Heard) -> Any:
-        """Scores [B, V] after the sequences ``ids``, by processors that saw all up to then."""
+    def _scores(self, ids: Tensor, logits: Tensor, answer: tuple[int, ...], heard: Heard) -> Any:
+        """Scores [B, V] after the sequences ``ids``, by processors that saw all earlier tokens."""
         if not self.remembering:
             return self.processors(ids, logits.clone())
         assert self._state, "as it is before the first call"
-        told[answer] = copied(told[answer[:-1]] if answer else self.processors)
-        processed = told[answer](ids, logits.clone())
-        same = zip(self.processors, told[answer], strict=True)
+        heard[answer] = copied(heard[answer[:-1]] if answer else self.processors)
+        processed = heard[answer](ids, logits.clone())
+        same = zip(self.processors, heard[answer], strict=True)
         self._check(not any(a is b and _may_remember(a) for a, b in same))
         if not answer and not torch.equal(copied(self.processors)(ids, logits.clone()), processed):
             raise ValueError(
-                f"logits processors must answer one sequence in one way, got two of {self._names}; "
-                "draw random numbers elsewhere, or give method='ar'"
+                "logits processors must give one answer to a sequence, got two from "
+                f"{self._names}; do not draw random numbers in them, or give method='ar'"
             )
         return processed
 
     @cached_property
     def _state(self) -> object:
-        """The memory of the processors, not calling them, and of what their copies share."""
+        """The memory of the processors, and the state that their copies share."""
         return state_of(self.processors)
 
     @property
@@ -169,7 +169,7 @@ class PathProcessor:
             )
 
     def _sequence(self, place: Place, answer: list[int]) -> Tensor:
-        """The row of ``place`` as generate has it: its padded prompt and an ``answer``."""
+        """The sequence of ``place``'s row as in generate: the padded prompt and an ``answer``."""
         return torch.cat([self.input_ids[place[0]], self.input_ids.new_tensor(answer)])
 
     def _may_come(self, scores: Tensor, reached: set[int], parent: int, path: list[int]) -> bool:
@@ -178,8 +178,8 @@ class PathProcessor:
             return True
         if parent not in reached:
             return False
-        own = scores[parent]
-        return bool(own.argmax() == path[-1] if self.greedy else own[path[-1]] > -torch.inf)
+        row = scores[parent]
+        return bool(row.argmax() == path[-1] if self.greedy else row[path[-1]] > -torch.inf)
 
 
 def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> Any:
@@ -193,14 +193,14 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
         scores |= dict(top_k=plain.top_k or None, top_p=plain.top_p)
     if plain.repetition_penalty != 1:
         scores["repetition_penalty"] = plain.repetition_penalty
-    own = model.generation_config
+    checkpoint = model.generation_config
     config = GenerationConfig(
         num_beams=1,
         num_return_sequences=1,
         max_length=ids.shape[1] + options.max_new_tokens,
-        eos_token_id=own.eos_token_id,
-        pad_token_id=own.pad_token_id,
-        bos_token_id=own.bos_token_id,
+        eos_token_id=checkpoint.eos_token_id,
+        pad_token_id=checkpoint.pad_token_id,
+        bos_token_id=checkpoint.bos_token_id,
     )
     config.update(**scores)
     model._prepare_special_tokens(config, True, device=model.device)
@@ -208,7 +208,7 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
     penalties = [options.more.get(f"{name}_penalty", 0.0) for name in ("presence", "frequency")]
     if any(penalties):
         own_processors.append(Penalties(*penalties))
-    found = model._get_logits_processor(
+    processors = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=ids.shape[1],
         encoder_input_ids=ids,
@@ -216,31 +216,31 @@ def processors_of(model: Any, options: Options, ids: Tensor, grammar: Any) -> An
         logits_processor=LogitsProcessorList(own_processors),
         device=model.device,
     )
-    return found if grammar is None else [GrammarProcessor(grammar), *found]
+    return processors if grammar is None else [GrammarProcessor(grammar), *processors]
 
 
 def matchers_of(processor: Any) -> Matchers | None:
-    """The matchers of ``processor``'s grammar, which know the allowed tokens; None without one."""
+    """The matchers of ``processor``'s grammar, which know the allowed tokens, or None."""
     if isinstance(processor, Constrained):
         return processor.matchers
-    own = processor.processors if isinstance(processor, PathProcessor) else ()
-    return next((p.matchers for p in own if isinstance(p, GrammarProcessor)), None)
+    processors = processor.processors if isinstance(processor, PathProcessor) else ()
+    return next((p.matchers for p in processors if isinstance(p, GrammarProcessor)), None)
 
 
 def _by_ids(processor: Any) -> Any:
-    """``processor``, or in place of xgrammar's our equivalent, which depends on the ids alone."""
+    """``processor``, or for xgrammar's our equivalent, which depends only on the ids."""
     if type(processor).__module__ == XGRAMMAR and hasattr(processor, "compiled_grammars"):
         return GrammarProcessor(*processor.compiled_grammars)
     return processor
 
 
 def _may_remember(processor: Any) -> bool:
-    """Whether ``processor`` may have a memory from call to call, as transformers' own do not."""
+    """Whether ``processor`` may remember earlier calls; transformers' own processors do not."""
     if isinstance(processor, GrammarProcessor | Penalties):
         return False
-    known = type(processor).__module__.startswith("transformers.")
+    of_transformers = type(processor).__module__.startswith("transformers.")
     odd = (PrefixConstrainedLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-    return not known or isinstance(processor, odd)
+    return not of_transformers or isinstance(processor, odd)
 
 
 def _by_length(
@@ -248,8 +248,8 @@ def _by_length(
 ) -> Iterator[list[Place]]:
     """Rows and nodes by the length of their sequences, the shortest first."""
     by_length: dict[int, list[Place]] = {}
-    for row, found in enumerate(nodes):
-        for node, (_, path) in enumerate(found):
+    for row, row_nodes in enumerate(nodes):
+        for node, (_, path) in enumerate(row_nodes):
             by_length.setdefault(len(answers[row]) + len(path), []).append((row, node))
     for length in sorted(by_length):
         yield by_length[length]
@@ -261,8 +261,8 @@ def _in_rows(places: list[Place]) -> Iterator[list[Place]]:
     for row, node in places:
         waiting.setdefault(row, []).append(node)
     while waiting:
-        yield [(row, found.pop()) for row, found in waiting.items()]
-        waiting = {row: found for row, found in waiting.items() if found}
+        yield [(row, row_nodes.pop()) for row, row_nodes in waiting.items()]
+        waiting = {row: row_nodes for row, row_nodes in waiting.items() if row_nodes}
 
 
 class Criteria:
@@ -271,9 +271,9 @@ class Criteria:
 
     Rows that end are padded if one of the criteria has an end token. Otherwise they continue until
     the last of them ends, as in generate. Criteria that are not transformers' own may have a
-    memory, so each of several rows has its own copies, which see it in its place of a batch. Raises
-    ``ValueError`` for a criterion that does not answer row by row, and for a memory elsewhere than
-    in its attributes.
+    memory, so each row has its own copies, which see it at its place in the batch. Raises
+    ``ValueError`` for a criterion that does not answer row by row, and for one with a memory
+    outside its attributes.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, input_ids: Tensor) -> None:
@@ -300,7 +300,7 @@ class Criteria:
                 ids = torch.cat([self.input_ids[row], tokens[row]])
                 self.ends[row] = self._end(row, ids, *pair)
         if state_of(self._first) != self._state:
-            names = ", ".join(type(own).__name__ for own in self._first)
+            names = ", ".join(type(criterion).__name__ for criterion in self._first)
             raise ValueError(
                 "stopping criteria must keep what they remember in their attributes, of which each "
                 f"row has a copy, got it elsewhere in {names}; move it there, or ask one prompt at "
@@ -317,20 +317,20 @@ class Criteria:
         rows = 1 if self.own else len(self.input_ids)
         for count in range(before + 1, after + 1):
             batch = ids[None, : width + count].expand(rows, -1)
-            if self._done(row, batch)[row if rows > 1 else 0]:
+            if self._stopped(row, batch)[row if rows > 1 else 0]:
                 return count
         return None
 
-    def _done(self, row: int, batch: Tensor) -> list[bool]:
+    def _stopped(self, row: int, batch: Tensor) -> list[bool]:
         """Whether one of ``row``'s criteria ends each sequence of a ``batch`` [B, L + T]."""
         done = torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
         for criterion in self.criteria[row]:
-            found = criterion(batch, None)
-            if len(batch) > 1 and not (isinstance(found, Tensor) and found.ndim):
+            ended = criterion(batch, None)
+            if len(batch) > 1 and not (isinstance(ended, Tensor) and ended.ndim):
                 raise ValueError(
                     f"stopping criteria must answer row by row for {len(batch)} rows, got one "
-                    f"{type(found).__name__} for all from {type(criterion).__name__}; return a "
+                    f"{type(ended).__name__} for all from {type(criterion).__name__}; return a "
                     "tensor of bools"
                 )
-            done = done | found
+            done = done | ended
         return done.tolist()

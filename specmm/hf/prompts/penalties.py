@@ -1,4 +1,4 @@
-"""Penalties of OpenAI's protocol: for tokens that an answer already has, and for how often.
+"""Penalties of OpenAI's protocol for tokens that an answer already holds.
 
 Shape letters: B rows, L tokens, V vocabulary.
 """
@@ -13,12 +13,11 @@ from specmm.extending.kinds import check_numbers
 
 
 class Penalties(LogitsProcessor):
-    """Lowers the scores of tokens that an answer has by ``presence``, and by ``frequency`` for each
-    time; negative ones raise them. The prompt's tokens do not count.
+    """Lowers the scores of an answer's tokens by ``presence``, and by ``frequency`` for each
+    occurrence; negative penalties raise them. The prompt's tokens do not count.
 
-    As https://platform.openai.com/docs/api-reference/chat has them, and vLLM. It goes by the ids it
-    is given, the first of which must be the prompt's. Raises ``ValueError`` unless both lie between
-    -2 and 2.
+    Defined as in https://platform.openai.com/docs/api-reference/chat and vLLM. The ids of a call
+    must begin with the prompt's. Raises ``ValueError`` unless both lie between -2 and 2.
     """
 
     def __init__(self, presence: float, frequency: float) -> None:
@@ -33,7 +32,7 @@ class Penalties(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [B, V] after ``input_ids`` [B, L], by ``scores`` [B, V]."""
         self.width = self.width or input_ids.shape[1]
-        said = input_ids[:, self.width :]
-        ones = torch.ones_like(said, dtype=scores.dtype)
-        counts = torch.zeros_like(scores).scatter_add_(1, said, ones)
+        answer = input_ids[:, self.width :]
+        ones = torch.ones_like(answer, dtype=scores.dtype)
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, ones)
         return scores - self.presence * (counts > 0) - self.frequency * counts

@@ -23,7 +23,7 @@ POSITIONS = "position_ids"  # M-RoPE's are [3 or 4, B, L]: the last three rows c
 
 
 class Source(Protocol):
-    """The source of a prompt, which another model's processor can read as well."""
+    """The source of a prompt, which another model's processor can read, too."""
 
     def inputs(self, processor: Any) -> dict[str, Any]:
         """The output of ``processor`` for it: ``input_ids`` [B, L] and the rest, as tensors."""
@@ -31,11 +31,11 @@ class Source(Protocol):
 
 @dataclass
 class VLMPrompt:
-    """``inputs`` as the processor gives them (``input_ids`` [B, L], ``pixel_values``,
-    ``image_grid_thw``, …) and the number of tokens there must be room for.
+    """A processor's ``inputs`` (``input_ids`` [B, L], ``pixel_values``, ``image_grid_thw``, …) and
+    the number of new tokens to make room for.
 
-    ``unconditional`` is guidance's other prompt, of text alone. Raises ``ValueError`` when there is
-    nothing to continue.
+    ``unconditional`` is guidance's other prompt, of text alone. Raises ``ValueError`` for an empty
+    prompt.
     """
 
     inputs: dict[str, Any]
@@ -57,7 +57,7 @@ class VLMPrompt:
                 f"{list(ids.shape)}"
             )
         order = (~mask).to(torch.int8).argsort(dim=1, stable=True)  # tokens first, in their order
-        self.inputs = _moved(self.inputs, order)
+        self.inputs = _reordered(self.inputs, order)
 
     @property
     def input_ids(self) -> Tensor:
@@ -84,12 +84,12 @@ class VLMPrompt:
     @property
     def width(self) -> int:
         """Slots of the prefill: L, or the length of the unconditional prompt if it is longer."""
-        other = self.unconditional.width if self.unconditional is not None else 0
-        return max(self.input_ids.shape[1], other)
+        unconditional_width = self.unconditional.width if self.unconditional is not None else 0
+        return max(self.input_ids.shape[1], unconditional_width)
 
     @property
     def room(self) -> int:
-        """Tokens that a row may come to hold."""
+        """The most tokens that a row may hold."""
         return max(self.width, self.longest) + self.max_new_tokens
 
     @cached_property
@@ -108,12 +108,12 @@ class VLMPrompt:
 
     @property
     def types(self) -> dict[str, Tensor]:
-        """Which tokens [B, L] are of text, of pictures and so on, where the processor says so."""
+        """The kind of each token [B, L] (text, picture, …), if the processor gives it."""
         return {k: self.inputs[k] for k in TYPES if self.inputs.get(k) is not None}
 
     @property
     def kind(self) -> frozenset[str]:
-        """Names of its inputs beside tokens, and whether its rows differ in length."""
+        """Names of the inputs other than tokens, and whether rows differ in length."""
         ragged = {"rows of several lengths"} if self.padded else set()
         return frozenset({*self.vision, *self.types, *ragged})
 
@@ -124,12 +124,10 @@ class VLMPrompt:
             return self.inputs, first
         column = torch.arange(self.input_ids.shape[1], device=first.device)
         order = (column - first[:, None]) % len(column)
-        return _moved(self.inputs, order), first
+        return _reordered(self.inputs, order), first
 
     def branches(self) -> tuple[Tensor, Tensor]:
-        """Ids [R, ``width``] of both branches, which end where the answer begins, and each one's
-        first slot [R].
-        """
+        """Ids [R, ``width``] of both branches, right-aligned, and each row's first slot [R]."""
         assert self.unconditional is not None
         both = (self, self.unconditional)
         ids = torch.cat([F.pad(p.input_ids, (0, self.width - p.input_ids.shape[1])) for p in both])
@@ -139,11 +137,11 @@ class VLMPrompt:
 
     def next_positions(self) -> Tensor:
         """Positions [B] of the token after each row, with M-RoPE and given positions."""
-        given: Tensor = self.inputs[POSITIONS]
-        return given.amax(0).masked_fill(~self.mask, -1).amax(1) + 1
+        positions: Tensor = self.inputs[POSITIONS]
+        return positions.amax(0).masked_fill(~self.mask, -1).amax(1) + 1
 
     def extended(self, tokens: Tensor) -> VLMPrompt:
-        """A copy with one of ``tokens`` [B] after each row, and room for one token less."""
+        """A copy with ``tokens`` [B] appended to the rows, and room for one token less."""
         inputs = dict(self.inputs)
         if inputs.get(POSITIONS) is not None:
             where = self.lengths.expand(3, -1)[..., None]
@@ -160,8 +158,8 @@ class VLMPrompt:
     def to(self, device: torch.device, dtype: torch.dtype) -> VLMPrompt:
         """A copy on ``device``, pixels in ``dtype``."""
         inputs = on_device(self.inputs, device, dtype)
-        other = None if self.unconditional is None else self.unconditional.to(device, dtype)
-        return VLMPrompt(inputs, self.max_new_tokens, self.source, self.longest, other)
+        unconditional = None if self.unconditional is None else self.unconditional.to(device, dtype)
+        return VLMPrompt(inputs, self.max_new_tokens, self.source, self.longest, unconditional)
 
     def rows(self) -> list[list[int]]:
         """The token ids of each row, without padding."""
@@ -169,7 +167,7 @@ class VLMPrompt:
         return [row[:n] for row, n in zip(self.input_ids.tolist(), lengths, strict=True)]
 
 
-def _moved(inputs: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
+def _reordered(inputs: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
     """``inputs`` with all per-token tensors in another ``order`` [B, L]."""
     moved = {k: inputs[k].gather(1, order) for k in PER_TOKEN if inputs.get(k) is not None}
     if inputs.get(POSITIONS) is not None:
@@ -180,7 +178,7 @@ def _moved(inputs: Mapping[str, Any], order: Tensor) -> dict[str, Any]:
 def on_device(
     inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """``inputs`` with every tensor on ``device`` and pixels (what is fractional) in ``dtype``."""
+    """``inputs`` with every tensor on ``device`` and floating-point tensors in ``dtype``."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -18,9 +18,9 @@ PARTIAL = "\ufffd"  # stands for the bytes of a character that is not whole yet
 
 @dataclass
 class Continuations:
-    """Texts of ids by a ``tokenizer``, as they stand behind a prompt.
+    """Decodes ids with a ``tokenizer`` as the continuation of a prompt.
 
-    Some decoders (Llama's) drop the blank that a text begins with.
+    Some decoders (Llama's) drop a text's leading blank.
     """
 
     tokenizer: Any
@@ -28,18 +28,18 @@ class Continuations:
 
     def __post_init__(self) -> None:
         size = len(self.tokenizer)
-        some = (*range(size // 2, size), *range(size // 2))[:TRIED]
-        texts = ((i, self.decode([i])) for i in some)
+        tried = (*range(size // 2, size), *range(size // 2))[:TRIED]
+        texts = ((i, self.decode([i])) for i in tried)
         dropping = (i for i, text in texts if self.decode([i] * 2) == f"{text} {text}")
         self._anchor = list(islice(dropping, 1))
 
     def decode(self, ids: Ids, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` by themselves, without a last character that is not whole."""
+        """The text of ``ids`` alone, without an incomplete last character."""
         text = self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return str(text).rstrip(PARTIAL)
 
     def behind(self, ids: Ids, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` behind others."""
+        """The text of ``ids`` as a continuation."""
         if not self._anchor:
             return self.decode(ids, skip_special_tokens)
         listed = ids.tolist() if isinstance(ids, Tensor) else ids
@@ -47,21 +47,22 @@ class Continuations:
         return text[len(self.decode(self._anchor)) :]
 
     def whole(self, ids: Ids) -> str:
-        """The text of ``ids`` behind others, special tokens, too."""
+        """The text of ``ids`` as a continuation, with special tokens."""
         return self.behind(ids, skip_special_tokens=False)
 
     @cached_property
     def tidied(self) -> bool:
-        """Whether a text may lose blanks once more of it is there, as before a full stop."""
+        """Whether further tokens may remove blanks from a text, as before a full stop."""
         return bool(getattr(self.tokenizer, "clean_up_tokenization_spaces", False))
 
 
 class StopStrings:
     """Ends a row at the token that completes one of ``texts``; a :class:`specmm.core.decode.Stop`.
 
-    They are searched in the ``whole`` text of a row's ids, special tokens included; users are
-    ``shown`` the text without these. Every round reads the whole row: a token may be half a letter
-    only. Where texts are ``tidied``, a word is shown when it is known to have ended.
+    Stop strings are searched in the ``whole`` text of a row's ids, special tokens included; users
+    see the ``shown`` text without special tokens. Every round decodes the whole row, because a
+    token may be half a character. If texts are ``tidied``, a word is shown once it is known to have
+    ended.
     """
 
     def __init__(
@@ -91,41 +92,41 @@ class StopStrings:
         return self._shown_of(ids, text, self._place(text))
 
     def sure(self, ids: Ids) -> str:
-        """The text of an unfinished row that can no longer change or be part of a stop string."""
+        """The part of an unfinished row's text that cannot change or be part of a stop string."""
         if not self.texts:
-            found = self.shown(ids)
+            part = self.shown(ids)
         else:
             text = self.whole(ids)
-            place = self._place(text)
-            if place == len(text):
+            end = self._place(text)
+            if end == len(text):
                 for stop in self.texts:  # letters at the end that may begin one
                     sizes = range(1, min(len(stop), len(text) + 1))
                     begun = (len(text) - n for n in sizes if text.endswith(stop[:n]))
-                    place = min([place, *begun])
-            found = self._shown_of(ids, text, place)
-        if self.tidied and found and not found[-1].isspace():
-            return found[: max(found.rfind(" "), 0)]
-        return found.rstrip() if self.tidied else found
+                    end = min([end, *begun])
+            part = self._shown_of(ids, text, end)
+        if self.tidied and part and not part[-1].isspace():
+            return part[: max(part.rfind(" "), 0)]
+        return part.rstrip() if self.tidied else part
 
     def _place(self, text: str) -> int:
         """Index of the first stop string in ``text``, else the text's length."""
-        places = [text.find(stop) for stop in self.texts]
-        return min((place for place in places if place >= 0), default=len(text))
+        indices = [text.find(stop) for stop in self.texts]
+        return min((index for index in indices if index >= 0), default=len(text))
 
-    def _shown_of(self, ids: Ids, text: str, place: int) -> str:
-        """The shown part of the first ``place`` characters of ``text``, the whole of ``ids``."""
-        if place >= len(text):
+    def _shown_of(self, ids: Ids, text: str, end: int) -> str:
+        """The shown part of the first ``end`` characters of ``text``, which decodes ``ids``."""
+        if end >= len(text):
             return self.shown(ids)
         count = len(ids) - 1
-        while len(self.whole(ids[:count])) > place:
+        while len(self.whole(ids[:count])) > end:
             count -= 1
-        found = self.shown(ids[:count])
-        if self.shown(ids[: count + 1]) == found:  # later ids show nothing
-            return found
-        return found + text[len(self.whole(ids[:count])) : place]
+        text_before = self.shown(ids[:count])
+        if self.shown(ids[: count + 1]) == text_before:  # later ids show nothing
+            return text_before
+        return text_before + text[len(self.whole(ids[:count])) : end]
 
     def _end(self, ids: Tensor, before: int, after: int) -> int | None:
-        """The first of the counts above ``before`` up to ``after`` whose text holds a stop."""
+        """The first count in (``before``, ``after``] at which the text of ``ids`` has a stop."""
         if before < after and not self.stopped(ids[:after]):
             return None
         return next((n for n in range(before + 1, after + 1) if self.stopped(ids[:n])), None)

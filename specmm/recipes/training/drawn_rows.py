@@ -1,4 +1,4 @@
-"""Rows of text drawn by the target itself: texts that it continues, or whole conversations that an
+"""Rows of text drawn by the target itself: continuations of texts, or whole conversations that an
 instructed model makes up by continuing its own chat template, first a question, then its answer
 (Magpie, arXiv 2406.08464).
 
@@ -40,9 +40,9 @@ MARK = "\0"
 
 
 def made_by(model: nn.Module, *facts: Any) -> str:
-    """Sixteen hexadecimal digits of all that texts made by ``model`` depend on."""
-    whole = repr((__version__, digest(model), *facts))
-    return hashlib.sha256(whole.encode()).hexdigest()[:16]
+    """Sixteen hexadecimal digits of everything on which texts by ``model`` depend."""
+    facts_text = repr((__version__, digest(model), *facts))
+    return hashlib.sha256(facts_text.encode()).hexdigest()[:16]
 
 
 def drawn_rows(
@@ -55,44 +55,44 @@ def drawn_rows(
 ) -> Tensor:
     """``prompts`` [R, P] continued by the target to rows [R, L], at ``temperatures`` in turn.
 
-    Kept in ``out`` batch by batch, so that an interrupted run continues.
+    Stored in ``out`` batch by batch, so that an interrupted run continues.
     """
-    asked = hashlib.sha256(prompts.long().numpy().tobytes()).hexdigest()
-    place = out / f"drawn-{made_by(target.model, asked, length, list(temperatures), seed)}"
+    prompts_digest = hashlib.sha256(prompts.long().numpy().tobytes()).hexdigest()
+    cache = out / f"drawn-{made_by(target.model, prompts_digest, length, list(temperatures), seed)}"
 
     def drawn(i: int, part: Tensor) -> Tensor:
         processor = Processor(temperatures[i % len(temperatures)])
-        own = VLMTarget(target.model, processor, target.name)
+        sampler = VLMTarget(target.model, processor, target.name)
         first = seed * 1_000_003 + ROWS_AT_ONCE * i
-        uniforms = Uniforms.from_seeds(range(first, first + len(part)), own.device)
-        wanted = length - part.shape[1]
-        prompt = VLMPrompt({"input_ids": part.to(own.device)}, wanted)
-        *_, end = decode_plain(own, prompt, wanted, uniforms)
-        return torch.cat([part, end.tokens[:, :wanted].cpu()], dim=1).int()
+        uniforms = Uniforms.from_seeds(range(first, first + len(part)), sampler.device)
+        missing = length - part.shape[1]
+        prompt = VLMPrompt({"input_ids": part.to(sampler.device)}, missing)
+        *_, end = decode_plain(sampler, prompt, missing, uniforms)
+        return torch.cat([part, end.tokens[:, :missing].cpu()], dim=1).int()
 
     parts = enumerate(tqdm(prompts.split(ROWS_AT_ONCE), desc="draw"))
-    return torch.cat([kept(place / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
+    return torch.cat([kept(cache / f"{i:04d}.pt", partial(drawn, i, part)) for i, part in parts])
 
 
 def drawn_chats(pipe: TextPipeline, rows: int, length: int, out: Path, seed: int = 0) -> Tensor:
     """Rows [R, L] full of conversations, one after the other.
 
-    Kept in ``out`` batch by batch, so that an interrupted run continues. Raises ``ValueError`` for
-    a model without a chat template, a template that begins with the question, and a model that asks
-    nothing.
+    Stored in ``out`` batch by batch, so that an interrupted run continues. Raises ``ValueError``
+    for a model without a chat template, a template that begins with the question, and a model that
+    makes up no questions.
     """
     words = (pipe.tokenizer.chat_template, pipe.tokenizer.get_vocab())
-    place = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
-    found = torch.empty(0, dtype=torch.int32)
-    wanted = rows * length
-    with tqdm(total=wanted, desc="draw", unit="token") as bar:
+    cache = out / f"chats-{made_by(pipe.model, words, QUESTION, ANSWER, seed)}"
+    tokens = torch.empty(0, dtype=torch.int32)
+    total = rows * length
+    with tqdm(total=total, desc="draw", unit="token") as bar:
         for turn in count():
-            new = kept(place / f"{turn:04d}.pt", partial(_conversations, pipe, turn, seed))
-            found = torch.cat([found, new])
-            bar.update(min(len(found), wanted) - bar.n)
-            if len(found) >= wanted:
+            new = kept(cache / f"{turn:04d}.pt", partial(_conversations, pipe, turn, seed))
+            tokens = torch.cat([tokens, new])
+            bar.update(min(len(tokens), total) - bar.n)
+            if len(tokens) >= total:
                 break
-    return found[:wanted].view(rows, length)
+    return tokens[:total].view(rows, length)
 
 
 def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
@@ -113,7 +113,7 @@ def _conversations(pipe: TextPipeline, turn: int, seed: int) -> Tensor:
 
 
 def _questions(pipe: TextPipeline, seeds: list[int]) -> tuple[list[str], list[int]]:
-    """Questions that the model makes up, one for each of ``seeds``, without those left empty."""
+    """Questions that the model makes up, one for each of ``seeds``, without empty questions."""
     before, after = pipe.templated(MARK).split(MARK)
     before = before.removeprefix(pipe.tokenizer.bos_token or "")
     if not before:
@@ -129,8 +129,8 @@ def _questions(pipe: TextPipeline, seeds: list[int]) -> tuple[list[str], list[in
         seed=seeds,
         stop=stop,
     ).texts
-    made = zip(openings, texts, seeds, strict=True)
-    pairs = [((opening + text).strip(), i) for opening, text, i in made if text.strip()]
+    questions = zip(openings, texts, seeds, strict=True)
+    pairs = [((opening + text).strip(), i) for opening, text, i in questions if text.strip()]
     if not pairs:
         raise ValueError(
             f"{pipe.name} must ask questions of its own, got none in {len(seeds)}; "

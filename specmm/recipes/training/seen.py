@@ -1,7 +1,7 @@
 """The target's states on texts and chats, from which drafters learn.
 
 The target's states are computed when a batch is first used. A limited number of bytes is stored on
-the disk, other states are computed anew each time, so that memory does not grow with the rows.
+disk; other states are recomputed each time, so that memory does not grow with the rows.
 
 Shape letters: B batch, L positions, F layers read, C width.
 """
@@ -39,9 +39,9 @@ Read = Callable[[Any], tuple[VLMPrompt, Tensor]]
 @dataclass(frozen=True)
 class Seen:
     """The target's states on a batch: ``embeddings`` [B, L, C] of the next positions, ``context``
-    [B, L, F·C] of the layers read (with none: ``hidden``), the last states ``hidden`` [B, L, C],
-    the ``mask`` [B, L] of slots whose next tokens are learnt, and ``tokens`` [B, L]. ``image`` [B,
-    L] tells which next positions are pictures'.
+    [B, L, F·C] of the layers read (without layers: ``hidden``), the last states ``hidden`` [B, L,
+    C], the ``mask`` [B, L] of slots whose next tokens are learnt, and ``tokens`` [B, L]. ``image``
+    [B, L] marks next positions in pictures.
     """
 
     embeddings: Tensor
@@ -53,7 +53,7 @@ class Seen:
 
     @property
     def learnt(self) -> Tensor:
-        """A mask [B, L] of the tokens that are learnt; never the first, which no slot drafts."""
+        """A mask [B, L] of learnt tokens; never the first token, which no slot drafts."""
         return F.pad(self.mask[:, :-1], (1, 0))
 
     @torch.inference_mode(False)
@@ -67,13 +67,11 @@ class Seen:
         )
 
     def with_room(self, count: int) -> Seen:
-        """This with so many positions more where others than all tokens are learnt, up to the end
-        of a row.
-        """
+        """This, padded by ``count`` positions a row for blocks at its end, unless all is learnt."""
         if bool(self.mask[:, :-1].all()):
             return self
-        given = vars(self).items()
-        return Seen(**{name: F.pad(x, (0, 0) * (x.ndim - 2) + (0, count)) for name, x in given})
+        tensors = vars(self).items()
+        return Seen(**{name: F.pad(x, (0, 0) * (x.ndim - 2) + (0, count)) for name, x in tensors})
 
 
 def seen_of(
@@ -94,7 +92,7 @@ def seen_of(
 
 class KeptStates:
     """The stored states of batches, by number: at most ``limit`` bytes in ``folder``, which is
-    created anew and removed at the end.
+    created empty and removed at the end.
     """
 
     def __init__(self, folder: Path, limit: float) -> None:
@@ -134,8 +132,7 @@ class SeenRows:
 
     The drafter reads ``layers`` of it. At most ``keep`` GiB of states are stored in ``out``. Rows
     of similar ``lengths`` (none: all equal) form a batch, which otherwise would be half padding.
-    Batches come in another order every epoch; an epoch's last batch is filled up with its first
-    rows.
+    Batches are reordered every epoch; an epoch's last batch is filled up with its first rows.
     """
 
     def __init__(
@@ -159,19 +156,19 @@ class SeenRows:
         lengths = lengths or [1] * len(rows)
         order.sort(key=lengths.__getitem__)
         self.order = torch.tensor(order)
-        own, processes = rank()
-        self.kept = KeptStates(out / f"states-{own}", keep * GIB / processes)
+        rank_here, processes = rank()
+        self.kept = KeptStates(out / f"states-{rank_here}", keep * GIB / processes)
         own_layers = [target.family.layers[i] for i in layers]
         self.aux = AuxStates(own_layers, lambda: target.running)
         target.wants_context = True
-        if not own:
+        if not rank_here:
             first = share(self._places(0))
             longest = max(lengths[int(i)] for i in first)
             mean = sum(lengths) / len(lengths) / longest  # relative to a row of the first batch
             size = int(size_of(self._seen(0)) / len(first) * mean)
             fitting = min(int(keep * GIB / max(size, 1)), len(rows))
-            said = f"states: {size / 2**20:.2f} MiB a row, those of {fitting} of {len(rows)} rows"
-            tqdm.write(f"{said} are kept on the disk (keep={keep:g} GiB)", file=sys.stderr)
+            note = f"states: {size / 2**20:.2f} MiB a row, those of {fitting} of {len(rows)} rows"
+            tqdm.write(f"{note} are kept on the disk (keep={keep:g} GiB)", file=sys.stderr)
 
     def batch(self, step: int) -> Seen:
         """This process's share of the batch of a ``step``, on the target's device."""

@@ -63,8 +63,6 @@ def build_model(sizes: Sizes, tokenizer: Any, seed: int) -> Any:
 
 
 def compile_layers(layers: Any) -> None:
-    """Compile each of ``layers`` by itself: they are alike, and a deep model as a whole takes many
-    minutes.
-    """
+    """Compile each of ``layers``: they are alike, and a whole deep model would take minutes."""
     for layer in layers:
         layer.compile()

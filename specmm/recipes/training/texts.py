@@ -1,7 +1,7 @@
 """Texts to learn from: Python source code, split into training and held-out files, or a user's own.
 
-The code is the standard library and installed packages. Whether a file is held out depends on its
-name only, so every command and every machine splits alike. A user's texts are all trained on.
+The code is the standard library and installed packages. Whether a file is held out depends only on
+its name, so all commands and machines split alike. All of a user's texts are trained on.
 
 Shape letters: T tokens of all files, B rows, L tokens of a row.
 """
@@ -50,12 +50,12 @@ LONGEST = 200_000  # characters; longer files are tables
 
 
 def find_files() -> dict[str, Path]:
-    """Python files of the standard library and of PACKAGES by name ("json/decoder.py"), no tests.
+    """Python files of the standard library and PACKAGES by name ("json/decoder.py"), no tests.
 
     Raises ``ValueError`` for a package that is not installed.
     """
     roots = [Path(sysconfig.get_paths()["stdlib"])]
-    found = {path.relative_to(roots[0]).as_posix(): path for path in _python(roots[0])}
+    files = {path.relative_to(roots[0]).as_posix(): path for path in _python(roots[0])}
     for package in PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
@@ -63,8 +63,8 @@ def find_files() -> dict[str, Path]:
                 f"package {package!r} must be installed to learn from it, got none of that name"
             )
         root = Path(spec.submodule_search_locations[0])
-        found |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in _python(root)}
-    return found
+        files |= {f"{package}/{path.relative_to(root).as_posix()}": path for path in _python(root)}
+    return files
 
 
 def _python(root: Path) -> Iterator[Path]:
@@ -74,7 +74,7 @@ def _python(root: Path) -> Iterator[Path]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file ``name`` is kept for measuring."""
+    """Whether the file ``name`` is held out for measuring."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT == 0
 
 
@@ -91,10 +91,9 @@ def read_files(held_out: bool) -> dict[str, str]:
 def given_texts(places: Sequence[Path]) -> dict[str, str]:
     """The texts of the files and folders ``places``, by path, none held out, without duplicates.
 
-    Empty and undecodable files are left out. Raises ``ValueError`` for a place where nothing is
-    left.
+    Empty and undecodable files are left out. Raises ``ValueError`` for a place without any text.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for place in places:
         below = files_below(str(place)) if place.is_dir() else [(str(place), "")]
         files = [Path(file) for file, reason in below if not reason]
@@ -106,21 +105,21 @@ def given_texts(places: Sequence[Path]) -> dict[str, str]:
                 f"text must be readable as UTF-8 and not empty, got none at {place}; "
                 "give other text"
             )
-        found |= read
-    return {name: text for text, name in found.items()}
+        texts |= read
+    return {name: text for text, name in texts.items()}
 
 
 def _texts(files: Mapping[str, Path]) -> dict[str, str]:
-    """The names of ``files`` by text, the first of equal ones; no empty and undecodable ones."""
-    found: dict[str, str] = {}
+    """The names of ``files`` by their text, without duplicate, empty and undecodable texts."""
+    texts: dict[str, str] = {}
     for name, path in files.items():
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (UnicodeDecodeError, OSError):
             continue
         if text.strip():
-            found.setdefault(text, name)
-    return found
+            texts.setdefault(text, name)
+    return texts
 
 
 def token_stream(texts: Iterable[str], tokenizer: Any) -> Tensor:
@@ -134,7 +133,7 @@ def token_stream(texts: Iterable[str], tokenizer: Any) -> Tensor:
 def text_stream(
     tokenizer: Any, out: Path, given: Sequence[Path] = (), held_out: bool = False
 ) -> Tensor:
-    """The tokens [T] of the ``given`` texts, or of one side of the split of source code; kept in
+    """The tokens [T] of the ``given`` texts, or of one side of the split of source code; stored in
     ``out`` for later use.
 
     Raises ``ValueError`` for a given place without text.
@@ -147,9 +146,9 @@ def text_stream(
 
 
 def split(stream: Tensor, share: float, length: int, least: int) -> tuple[Tensor, Tensor]:
-    """``stream`` [T] without its last ``share``, and that, of at least ``least`` tokens.
+    """``stream`` [T] without its last ``share``, and that share, of at least ``least`` tokens.
 
-    Raises ``ValueError`` where no row of ``length`` is left.
+    Raises ``ValueError`` if no row of ``length`` is left.
     """
     end = len(stream) - max(round(share * len(stream)), least)
     if end < length:
@@ -162,7 +161,7 @@ def split(stream: Tensor, share: float, length: int, least: int) -> tuple[Tensor
 
 @dataclass(frozen=True)
 class Rows(Sequence[Tensor]):
-    """The rows [L] of ``stream`` [T] from ``starts`` [R], each ``length`` L."""
+    """Rows of L = ``length`` tokens of ``stream`` [T] that begin at ``starts`` [R]."""
 
     stream: Tensor
     starts: Tensor
@@ -170,7 +169,7 @@ class Rows(Sequence[Tensor]):
 
     @classmethod
     def of(cls, stream: Tensor, count: int, length: int, seed: int) -> Rows:
-        """``count`` rows of ``stream``: epochs of it, cut at other places, in other orders."""
+        """``count`` rows of ``stream``: each epoch cuts it at other places, in another order."""
         generator = torch.Generator().manual_seed(seed)
         starts = torch.empty(0, dtype=torch.long)
         while len(starts) < count:
@@ -181,7 +180,7 @@ class Rows(Sequence[Tensor]):
         return cls(stream, starts[:count], length)
 
     def after(self, first: Tensor) -> Rows:
-        """The rows ``first`` [N, L], followed by all but N of these."""
+        """The rows ``first`` [N, L], followed by these rows without the first N."""
         stream = torch.cat([first.flatten().to(self.stream), self.stream])
         starts = torch.arange(0, first.numel(), self.length)
         rest = self.starts[len(first) :] + first.numel()
@@ -191,16 +190,16 @@ class Rows(Sequence[Tensor]):
         return len(self.starts)
 
     def __getitem__(self, index: Any) -> Any:
-        """Row ``index``, or those of a slice [N, L]."""
+        """Row ``index`` [L], or the rows of a slice [N, L]."""
         starts = self.starts[index]
         return self.stream[starts[..., None] + torch.arange(self.length)].long()
 
     def said(self) -> Tensor:
         """How often each token [V] occurs in the rows."""
-        found = torch.zeros(int(self.stream.max()) + 1, dtype=torch.long)
+        counts = torch.zeros(int(self.stream.max()) + 1, dtype=torch.long)
         for i in range(0, len(self), 1024):
-            found += self[i : i + 1024].flatten().bincount(minlength=len(found))
-        return found
+            counts += self[i : i + 1024].flatten().bincount(minlength=len(counts))
+        return counts
 
 
 def windows(stream: Tensor, step: int, batch: int, length: int, seed: int) -> Tensor:

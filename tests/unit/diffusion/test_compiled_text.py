@@ -156,8 +156,8 @@ def test_other_runs_on_the_model_leave_programs_as_they_were(traced):
     [
         (methods.PromptLookup(), {}, "needs ar or a block drafter's chains"),
         (methods.DEER(), {}, "needs ar or a block drafter's chains"),
-        (methods.Block(tree=8), {}, r"rounds all alike\), got Block"),
-        (methods.Block(recall=3), {}, "rounds all alike"),
+        (methods.Block(tree=8), {}, r"rounds have equal shapes, got Block"),
+        (methods.Block(recall=3), {}, "rounds have equal shapes"),
         (methods.AR(), {"stop": "\n"}, "give no stop or batch_size"),
         (CHAIN, {"batch_size": 1}, "give no stop or batch_size"),
     ],
@@ -205,7 +205,7 @@ def test_the_pipeline_keeps_its_programs(pipe, traced):
     assert (
         texts[0] == texts[1] and pipe("import", method="ar", **options) and pipe.kept.found == kept
     )
-    with pytest.raises(ValueError, match="rounds all alike"):
+    with pytest.raises(ValueError, match="rounds have equal shapes"):
         pipe("import", method="deer", **options)
     assert pipe.kept.found == kept
 

@@ -13,6 +13,7 @@ from specmm.metrics.inputs import open_pictures
 from specmm.metrics.networks import CLIP
 from specmm.metrics.paired import clip_score
 from tests import odd_files
+from tests.commands import as_json
 
 TEXTS = ["a cat", "dog", "the green house", "x", "abc def"]
 
@@ -60,7 +61,7 @@ def test_agrees_with_torchmetrics(tiny_clip: Path) -> None:
     ("texts", "kind"), [(TEXTS[:3], "first"), ([*TEXTS, "more"], "second"), ([], "first")]
 )
 def test_counts_must_match(tiny_clip: Path, texts: list[str], kind: str) -> None:
-    with pytest.raises(ValueError, match=f"of the {kind} only"):
+    with pytest.raises(ValueError, match=rf"no partner for number \d of the {kind}"):
         clip_score(pictures(), texts, CLIP(weights=tiny_clip))
 
 
@@ -120,3 +121,26 @@ def test_prompts_of_odd_files_and_odd_lines(tiny_clip: Path, tmp_path: Path, kin
         assert found["protocol"]["files"] == {str(place): expected}
     index.write_bytes(odd_files.lines_of([{**rows[0], "member": ["a"]}]))
     assert "line 1 must hold texts" in clip(place, index, tiny_clip).stderr
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_pictures_that_cannot_be_read_leave_their_prompts_out(
+    tiny_clip: Path, tmp_path: Path, kind: str
+) -> None:
+    (tmp_path / "some").mkdir()
+    lines = [("a", 0), ("b", None), ("c", 1), ("d", 2), ("e", None)]
+    for name, number in lines:
+        file = tmp_path / f"some/{name}.png"
+        file.write_bytes(b"no picture")
+        if number is not None:
+            Image.fromarray(pictures()[number]).save(file)
+    prompts = tmp_path / f"prompts.{kind}"
+    row = {"txt": "{0}", "jsonl": '{{"file": "some/{0}.png", "prompt": "{0}"}}'}[kind]
+    prompts.write_text("".join(f"{row}\n".format(name) for name, _ in lines))
+    words = [tmp_path / "some", "--prompts", prompts, "--weights", tiny_clip]
+    found = as_json("eval clip", *words, "--skip-bad")
+    whole = clip_score(pictures()[:3], ["a", "c", "d"], CLIP(weights=tiny_clip))
+    assert found["value"] == pytest.approx(whole.value, abs=1e-9)
+    counts = {"files": 5, "pictures": 3, "unreadable": 2}
+    assert found["protocol"]["files"] == {str(tmp_path / "some"): counts}
+    assert "b.png must be a picture" in clip(tmp_path / "some", prompts, tiny_clip).stderr

@@ -62,7 +62,7 @@ def test_mixed_sizes_are_averaged_over_pictures() -> None:
 
 def test_bad_input() -> None:
     first, second = sets(3)
-    with pytest.raises(ValueError, match="number 3 of the first only"):
+    with pytest.raises(ValueError, match="no partner for number 3 of the first"):
         reconstruction(first, second[:2])
     with pytest.raises(ValueError, match=r"one size, got \[24, 20\] and \[23, 20\]"):
         reconstruction(first, second[:, 1:])

@@ -100,7 +100,7 @@ def test_pictures_and_videos_become_placeholders(name, processor, shown):
 def test_a_processor_without_videos_says_so(name, processor):
     if name in FILMS:
         return
-    with pytest.raises(ValueError, match=r"must take videos, got a .*Processor, which takes none"):
+    with pytest.raises(ValueError, match=r"videos need a model that takes them, got a .*Processor"):
         noise = noisy((20, 12), 60)
         Questions.of(None, "what is", videos=[noise, noise]).inputs(processor)
 

@@ -150,7 +150,7 @@ def test_what_it_says_of_a_drafter(tmp_path, monkeypatch):
 
 
 def test_what_it_refuses(tmp_path):
-    assert "data must be given of chats that show pictures" in refused("doctor", "pocket/llava")
+    assert "data must be chats that show pictures" in refused("doctor", "pocket/llava")
     coder, alone = pocket.POCKET / "coder", tmp_path / "model"
     undrafted(coder, alone)
     said = refused("doctor", str(alone))

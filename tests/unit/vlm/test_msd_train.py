@@ -198,7 +198,7 @@ def test_the_command_adds_the_drafter_to_the_model(zoo, tmp_path, monkeypatch):
     assert recipe.train("msd", **options)["kind"] == "msd"
     head = load_msd(tmp_path / "model" / "drafters" / "msd", model.get_input_embeddings().weight)
     assert head.config.intermediate_size == 40 and head.acceptance == {0.0: ((0.9, 0.05),)}
-    with pytest.raises(ValueError, match="exists, give --set replace=true"):
+    with pytest.raises(ValueError, match="exists already; give --set replace=true"):
         recipe.train("msd", **options)
 
 

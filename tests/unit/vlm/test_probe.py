@@ -161,8 +161,8 @@ class Apart(tf.LlavaForConditionalGeneration):
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        (Squared, "more to its logits"),
-        (Masked, "more to its logits"),
+        (Squared, "its logits change after the head in other ways"),
+        (Masked, "its logits change after the head in other ways"),
         (Apart, "differ from its own by"),
     ],
 )
@@ -235,7 +235,7 @@ def test_longrope_does_not_cross_its_turning_point():
     )
     for count, ids in ((6, IDS), (6, IDS.repeat(1, 3))):  # below and above it
         assert as_generate(model, ids, count)
-    with pytest.raises(ValueError, match=r"one side of .* 12 positions, got 16"):
+    with pytest.raises(ValueError, match=r"first 12 positions of .* got 16 positions"):
         as_generate(model, IDS, 10)
 
 

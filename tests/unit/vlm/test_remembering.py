@@ -377,8 +377,8 @@ class Moody(tf.LogitsProcessor):
         (InGlobals, "in their attributes, .* got it elsewhere in InGlobals"),
         (InItsClass, "in their attributes, .* got it elsewhere in InItsClass"),
         (Itself, "in their attributes, .* got it elsewhere in Itself"),
-        (Locked, "of Locked it cannot be .*method='ar'"),
-        (Moody, "must answer one sequence in one way, got two of Moody"),
+        (Locked, "Locked cannot be copied .*method='ar'"),
+        (Moody, "must give one answer to a sequence, got two from Moody"),
     ],
 )
 def test_what_cannot_be_copied_is_refused(made, processor, sentence):
