@@ -28,6 +28,7 @@ from specmm.extending.kinds import shown, texts_of
 from specmm.extending.registry import unknown
 from specmm.image_ar.calls import class_ids, listed, negatives_of
 from specmm.loading.files import write_whole
+from specmm.loading.hardware import dtype_name
 from specmm.loading.pictures import packed
 from specmm.methods import label
 from specmm.programs.batch_invariant import any_invariant, serves
@@ -116,8 +117,8 @@ def made_by(source: Record, files: str, options: Record, network: nn.Module) -> 
         **source,
         "files": files,
         "options": options,
-        "dtype": _named(weight.dtype),
-        **_rounding(weight.device.type),
+        "dtype": dtype_name(weight.dtype),
+        **_settings_of_torch(weight.device.type),
         "device": str(weight.device),
         "threads": in_use().count,
         "processor": processor(weight.device),
@@ -126,22 +127,18 @@ def made_by(source: Record, files: str, options: Record, network: nn.Module) -> 
     }
 
 
-def _rounding(kind: str) -> Record:
+def _settings_of_torch(kind: str) -> Record:
     """The user's torch settings that change the rounding of products on a ``kind`` of device."""
     facts = {}
     if torch.is_autocast_enabled(kind):
-        facts["autocast"] = _named(torch.get_autocast_dtype(kind))
+        facts["autocast"] = dtype_name(torch.get_autocast_dtype(kind))
     if (precision := torch.get_float32_matmul_precision()) != "highest":
         facts["float32_matmul"] = precision
     return facts
 
 
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 @contextmanager
-def rounding(record: Record, kind: str) -> Iterator[None]:
+def set_as_recorded(record: Record, kind: str) -> Iterator[None]:
     """Context with the settings of torch that ``record`` tells of a ``kind`` of device."""
     usual = torch.get_float32_matmul_precision()
     mixed = record.get("autocast")

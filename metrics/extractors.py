@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from specmm import __version__
 from specmm.extending.registry import Registry
+from specmm.loading.hardware import dtype_name
 from specmm.metrics.features import FeatureSet, Protocol
 
 Pictures = np.ndarray | Tensor | Iterable[np.ndarray] | Iterable[Tensor]
@@ -65,10 +66,7 @@ class Extractor:
     dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        facts = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "library": f"specmm {__version__}",
-        }
+        facts = {"dtype": dtype_name(self.dtype), "library": f"specmm {__version__}"}
         self.protocol = {**self.protocol, **facts}
 
     def features(self, pictures: Pictures, *, batch: int = 32, progress: bool = True) -> FeatureSet:

@@ -60,7 +60,7 @@ from specmm.image_ar.continuous.orders import (
 from specmm.image_ar.continuous.programs import HeadPrograms, MARGraphs, check
 from specmm.image_ar.files import read_settings, with_options
 from specmm.image_ar.shared import Batch, Drawn, ImageOutput, PicturePipeline, made_when_asked
-from specmm.loading.hardware import Place, choose_dtype
+from specmm.loading.hardware import Place, choose_dtype, dtype_name
 from specmm.programs.graphs import captures
 
 HEAD_STEPS = 16  # the default window of cspd's variant ``exact``
@@ -282,7 +282,7 @@ class MARPictures(PicturePipeline[methods.ContinuousMethod]):
     def claimed(self, target: MARSettings) -> Mapping[str, object]:
         """The certificate's settings, with the dtype unless it is float32."""
         dtype = self.transformer.dtype
-        rounded = {} if dtype == torch.float32 else {"dtype": str(dtype).removeprefix("torch.")}
+        rounded = {} if dtype == torch.float32 else {"dtype": dtype_name(dtype)}
         return target.claimed | rounded
 
     def quick(

@@ -84,6 +84,11 @@ def is_nearly_full(device: torch.device, share: float) -> bool:
     return True
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a ``dtype`` without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
 def named_dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     """The dtype called ``name``, None for "auto"; raises ``ValueError`` with a suggestion."""
     if name is None or (isinstance(name, torch.dtype) and name.is_floating_point):

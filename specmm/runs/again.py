@@ -25,7 +25,7 @@ from specmm.image_ar.records import (
     picture_file,
     processor,
     read_record,
-    rounding,
+    set_as_recorded,
     sum_of,
     versions,
 )
@@ -203,7 +203,7 @@ def draw_again(record: Record, pipe: Images) -> Image.Image:
     method = parse_method(pipe.registry, record["method"])
     seeds = [one["seed"] for one in asked]
     invariant = batch_invariant() if record["batch_invariant"] else nullcontext()
-    settings = rounding(record, pipe.device.type)
+    settings = set_as_recorded(record, pipe.device.type)
     with settled(pipe.transformer, record["threads"]), invariant, settings:
         out = pipe(
             **arguments,

@@ -21,6 +21,7 @@ from specmm.core.randomness import Uniforms
 from specmm.core.tree import TreeShape
 from specmm.extending.outside import DraftRequest, make_drafter, of_others
 from specmm.hf.drafters.drafting import row_uniforms
+from specmm.loading.hardware import dtype_name
 from specmm.methods import label
 from specmm.methods.making import tree_of
 from specmm.runs.run import Kind, Place, open_model, place_of, planning_bar
@@ -223,7 +224,7 @@ def plan_traced(file: Path, costs: Path | None, batch: int | None, trees: Sequen
 
 def _by_n(model: str, batch: int, dtype: torch.dtype, made: Any) -> Planned:
     """CoDe by N: predicted seconds and memory, and the N that method code takes."""
-    facts = {"model": model, "batch": batch, "dtype": str(dtype).removeprefix("torch.")}
+    facts = {"model": model, "batch": batch, "dtype": dtype_name(dtype)}
     head = f"{model}, {batch} at a time, {facts['dtype']}; memory without the tokenizer's"
     return {**facts, **made.as_dict()}, [head, *made.lines()]
 

@@ -31,6 +31,7 @@ from specmm.image_ar.records import MODELS, write_pictures
 from specmm.loading.checkpoints import read_json
 from specmm.loading.files import slug, write_whole
 from specmm.loading.hardware import Place as Place
+from specmm.loading.hardware import dtype_name
 from specmm.programs.batch_invariant import batch_invariant
 
 if TYPE_CHECKING:  # diffusers takes seconds to import
@@ -51,7 +52,7 @@ SAME = (*MODELS, "files", "processor", "versions", "batch_invariant")
 def place_of(network: nn.Module) -> dict[str, Any]:
     """Device and dtype of ``network``, and the threads in use, for JSON."""
     weight = next(network.parameters())
-    place = {"device": str(weight.device), "dtype": str(weight.dtype).removeprefix("torch.")}
+    place = {"device": str(weight.device), "dtype": dtype_name(weight.dtype)}
     return place | in_use().as_dict()
 
 

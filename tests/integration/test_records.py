@@ -12,7 +12,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from specmm.image_ar.pipeline import FAMILIES, open_pictures
-from specmm.image_ar.records import DESCRIPTION, KEY, read_record, rounding, sealed
+from specmm.image_ar.records import DESCRIPTION, KEY, read_record, sealed, set_as_recorded
 from specmm.methods import label
 from specmm.methods.making import parse_methods
 from specmm.programs.batch_invariant import batch_invariant
@@ -98,7 +98,7 @@ def test_pictures_know_what_the_users_torch_was_set_to(opened, tmp_path, name):
         {"autocast": "bfloat16", "float32_matmul": "high"},
     ]
     for setting in settings:
-        with rounding(setting, "cpu"), batch_invariant():
+        with set_as_recorded(setting, "cpu"), batch_invariant():
             out = draw()
         assert "autocast" not in setting or not all(map(same, out.images, plain))
         out.save(*(files := [tmp_path / "0.png", tmp_path / "1.png"]))

@@ -93,7 +93,7 @@ def kid(
         raise ValueError(
             "--interval needs the whole-set estimate, which --subsets-only skips; leave one out"
         )
-    measurement = kernel_distance(
+    distance = kernel_distance(
         *reader.both(source, reference),
         subsets=subsets,
         subset_size=subset_size,
@@ -101,7 +101,7 @@ def kid(
         full=not subsets_only,
         bootstrap=Bootstrap(generator(seed)) if interval else None,
     )
-    return measurement.measurement()
+    return distance.measurement()
 
 
 @measured("inception-fidelity")

@@ -40,6 +40,7 @@ from specmm.loading.checkpoints import (
     read_json,
     write_checkpoint,
 )
+from specmm.loading.hardware import dtype_name
 from specmm.loading.mapped import WithoutWeights
 
 EMBEDDINGS = "embed_tokens.weight"
@@ -347,7 +348,7 @@ def _flat_facts(config: Eagle3Config, layout: str, dtype: torch.dtype) -> dict[s
         "rope_scaling": None if plain else scaled,
         "tie_word_embeddings": False,
         "pad_token_id": 0,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": dtype_name(dtype),
     }
     if config.layers:
         facts["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(config.layers)}
