@@ -87,7 +87,6 @@ class BatchEngine:
         self.waiting: deque[Answer] = deque()
         self.read: _Read | None = None
         self.beside: list[_Read] = []  # pieces to read in the next round
-        self.pairs = 0.0  # thousands of pairs of their tokens with those before
         self.told = 0.0  # when rows were last told their tokens
         self.costs, self.network_costs = ForwardSeconds(), ForwardSeconds()
         self.pieces = Pieces(self.costs)
@@ -242,7 +241,6 @@ class BatchEngine:
         """Read a piece of a prompt, beside the next round if there is one. Short prompts are read
         beside a long one, whose piece is then smaller.
         """
-        self.pairs = 0.0
         if self.read is None:
             self.read = self._admit(ALL)
         elif short := self._admit(min(self._room(), Pieces.MOST)):
@@ -377,7 +375,6 @@ class BatchEngine:
             if packs and self.pieces.ride(before, min(count, left)):
                 self.target.beside.append(reading.next(count))
                 self.beside.append(read)
-                self.pairs += before * self.target.beside[-1].ids.numel() / THOUSAND
                 return
             reading.go_on(count)
             tokens = (left - reading.left) * len(read.answers)
@@ -431,13 +428,15 @@ class BatchEngine:
         progress = self.rows.progress
         before = progress.counts.tolist()
         self.drafts.left = float((progress.limits - progress.counts).sum())
-        tokens = sum(piece.ids.numel() for piece in self.target.beside)
-        reading = self.costs.read(tokens, self.pairs)
+        pieces = [(piece.reading.read, piece.ids.numel()) for piece in self.target.beside]
+        tokens = sum(count for _, count in pieces)
+        pairs = sum(known * count for known, count in pieces) / THOUSAND
+        reading = self.costs.read(tokens, pairs)
         self.drafts.attended = self._attended
         self.drafts.most_seconds = self.pieces.left(self._spent) - reading
         gained = self.rows.round()
         seconds = time.perf_counter() - start
-        self.drafts.observe(self.rows.feedback, seconds, tokens, self.pairs)
+        self.drafts.observe(self.rows.feedback, seconds, tokens, pairs)
         reading = min(reading, seconds / 2)
         seconds -= reading
         self.made["read_seconds"] += reading  # type: ignore[assignment]
