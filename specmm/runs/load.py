@@ -116,9 +116,12 @@ def run(load: Load, clients: int | None = None, rate: float | None = None) -> di
     """Send the requests of ``load`` and return times in seconds by percentile. ``clients`` each
     wait for an answer before the next request; without them requests come at :func:`arrivals`.
 
-    Raises ``ValueError`` for a server that cannot be asked.
+    Raises ``ValueError`` for a server that cannot be asked, or answers nothing.
     """
     model, found, seconds = asyncio.run(served(load, clients, rate))
+    if all(one.error for one in found):
+        count = len(found)
+        raise ValueError(f"{load.url} must answer, got none of {count} answers: {found[0].error}")
     return {"url": load.url, "model": model, **measured(found, seconds)}
 
 
