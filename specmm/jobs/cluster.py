@@ -129,6 +129,7 @@ class Cluster:
         self.job = job
         self.opener = opener
         self.code = code()
+        self.here = ray.get_runtime_context().get_node_id()
         self.nodes: dict[str, Node] = {}  # by Ray's identities
         self.shares = 0  # actors of a GPU
         self.idle: list[Member] = []
@@ -171,12 +172,15 @@ class Cluster:
     def _look(self) -> None:
         """Update the list of nodes.
 
-        Raises ``ValueError`` where all of them are left out.
+        Raises ``ValueError`` where all of them are left out, and where this process's died: Ray
+        can start nothing for it any more.
         """
         if time.monotonic() - self.looked < LOOK:
             return
         self.looked = time.monotonic()
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        if self.here not in alive:
+            raise ValueError("Ray's node on this machine died; run the same command again to go on")
         device, asked = self.job.limits.device, self.job.limits.actors
         total = sum(int(node["Resources"].get("GPU", 0)) for node in alive.values())
         on_gpus = device != "cpu" and (device.startswith("cuda") or total > 0)

@@ -170,6 +170,19 @@ def test_a_node_that_joins_late(nodes: Nodes, tmp_path: Path, caplog: Any) -> No
 
 
 @pytest.mark.slow
+def test_without_its_own_node_a_job_ends(nodes: Nodes, tmp_path: Path) -> None:
+    """Ray starts nothing for a driver whose node died, whatever nodes join."""
+    own = nodes.add(num_cpus=1)
+    items = some(40)
+    with ThreadPoolExecutor() as aside:
+        run = aside.submit(make, tmp_path, items, drawing(seconds=0.5))
+        wait(lambda: bool(list((tmp_path / "journal").glob("ray-*"))))
+        own.kill_raylet(check_alive=True)
+        with pytest.raises(ValueError, match="node on this machine died"):
+            run.result(LONG)
+
+
+@pytest.mark.slow
 def test_where_memory_runs_out(nodes: Nodes, tmp_path: Path, caplog: Any) -> None:
     """Ray's monitor kills actors: there are fewer, and if one alone is too many, it is said."""
     little = {"memory_usage_threshold": 0.01, "memory_monitor_refresh_ms": 100}
