@@ -65,7 +65,8 @@ def app_of(
 
     async def nowhere(request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
-        why = f"there is no {request.method} {request.url.path[:200]} here"
+        what = f"{request.method} {request.url.path[:200]}"
+        why = f"there is no {what} here; GET /v1/models lists the models"
         return api.refusal(request, Refused(why, status=status, code="not_found"))
 
     app.add_exception_handler(HTTPException, nowhere)
