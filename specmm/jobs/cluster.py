@@ -37,7 +37,7 @@ from specmm.jobs.making import FIRST, Fault, Made, Maker, Opener, making
 from specmm.jobs.programs import OtherPlace
 from specmm.jobs.progress import Progress
 from specmm.jobs.run import Loop, Member
-from specmm.runs.ray_address import check_address
+from specmm.runs.ray_cluster import check_own_node, connect, last_line
 
 log = logging.getLogger(__name__)
 LOOK = 1.0  # seconds between two looks at the nodes
@@ -47,14 +47,9 @@ DEATHS = 2  # deaths in a row of a node's actors, on any items, while others liv
 def run_ray(job: Job, items: Sequence[Item], opener: Opener, progress: Progress) -> None:
     """Make ``items`` with the actors of a Ray cluster.
 
-    Raises ``ValueError`` where no node can make them.
+    Raises ``ValueError`` where no node can make them, or no cluster can be used.
     """
-    if not ray.is_initialized():
-        check_address()
-        try:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
-        except (RuntimeError, ConnectionError) as error:  # of another Python, such as
-            raise ValueError(f"the Ray cluster cannot be used: {_sentence(error)}") from error
+    connect()
     job = replace(job, folder=job.folder.absolute())
     crew = Cluster(job, opener, len(items))
     try:
@@ -129,7 +124,6 @@ class Cluster:
         self.job = job
         self.opener = opener
         self.code = code()
-        self.here = ray.get_runtime_context().get_node_id()
         self.nodes: dict[str, Node] = {}  # by Ray's identities
         self.shares = 0  # actors of a GPU
         self.idle: list[Member] = []
@@ -172,15 +166,13 @@ class Cluster:
     def _look(self) -> None:
         """Update the list of nodes.
 
-        Raises ``ValueError`` where all of them are left out, and where this process's died: Ray
-        can start nothing for it any more.
+        Raises ``ValueError`` where all of them are left out, and where this process's died.
         """
         if time.monotonic() - self.looked < LOOK:
             return
         self.looked = time.monotonic()
+        check_own_node()
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-        if self.here not in alive:
-            raise ValueError("Ray's node on this machine died; run the same command again to go on")
         device, asked = self.job.limits.device, self.job.limits.actors
         total = sum(int(node["Resources"].get("GPU", 0)) for node in alive.values())
         on_gpus = device != "cpu" and (device.startswith("cuda") or total > 0)
@@ -259,7 +251,7 @@ class Cluster:
             ray.kill(member.actor)
             if member.items and not isinstance(cause, OtherPlace):
                 raise cause from None  # the error does not concern the items
-            self._leave_out(member.node, _sentence(cause))
+            self._leave_out(member.node, last_line(cause))
             outcome.again = member.items
         except ray.exceptions.RayError as error:  # dead, out of memory, its node lost
             outcome = self._died(member, error)
@@ -287,7 +279,7 @@ class Cluster:
             )
             outcome.again = left
             return outcome
-        reason = f"its worker died: {_sentence(error)}"
+        reason = f"its worker died: {last_line(error)}"
         outcome.faults = [Fault(left, reason)] if left else []
         if not member.suspect:
             node.deaths += 1
@@ -297,8 +289,3 @@ class Cluster:
                     node, f"{node.deaths} workers died there one after the other, {reason}"
                 )
         return outcome
-
-
-def _sentence(error: BaseException) -> str:
-    """The last line, where Ray says why."""
-    return next(filter(None, reversed(str(error).strip().splitlines())), "").strip()[:300]

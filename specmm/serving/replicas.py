@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specmm.loading.extras import needed
-from specmm.runs.ray_address import check_address
+from specmm.runs.ray_cluster import check_own_node, connect
 
 NAME = "specmm"
+LOOK = 5.0  # seconds between two looks at the node of this process
 
 
 def run(
@@ -29,19 +30,16 @@ def run(
     Each takes ``ongoing`` requests at a time and has ``resources`` of Ray ("num_cpus", "num_gpus").
     A replica that dies is replaced: its running requests fail, later requests go to the others.
     ``ready()`` is called once all are there. The cluster is the one at RAY_ADDRESS, or one on this
-    machine. Raises ``ValueError`` if Ray Serve is not installed, where no cluster answers there,
-    and for replicas that do not start.
+    machine. Raises ``ValueError`` if Ray Serve is not installed, if the cluster cannot be used, for
+    replicas that do not start, and when the node of this process dies.
     """
     with needed("--replicas", "replicas"):
-        import ray
         from ray import serve
 
     def made() -> Any:  # a function, by which Ray tells a maker from an application
         return build()
 
-    if not ray.is_initialized():
-        check_address()
-    ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
+    connect()
     ended = threading.Event()
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, lambda *_: ended.set())
@@ -60,5 +58,6 @@ def run(
         serve.shutdown()
         raise ValueError(f"the replicas could not be started: {error}") from error
     ready()
-    ended.wait()
+    while not ended.wait(LOOK):
+        check_own_node()
     serve.shutdown()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -23,13 +24,14 @@ def replicas():
     return [int(pid) for pid in found.stdout.split()]
 
 
-@pytest.mark.slow
-def test_a_replica_that_is_killed():
+@contextmanager
+def serving(count):
+    """The process that serves so many replicas, and the address of completions."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "specmm", "serve", "pocket/coder", "--threads", "1"]
-    command += ["--port", str(port), "--replicas", "2", "--drain", "5"]
+    command += ["--port", str(port), "--replicas", str(count), "--drain", "5"]
     place = {**os.environ, "RAY_ADDRESS": "local"}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     with subprocess.Popen(command, env=place, **pipes) as served:
@@ -39,33 +41,49 @@ def test_a_replica_that_is_killed():
                 line = served.stdout.readline()
                 said += line
                 assert line, said.decode()
-            url = f"http://127.0.0.1:{port}/v1/completions"
-
-            def ask(body=BODY):
-                return httpx.post(url, json=body, timeout=300)
-
-            wanted = ask().json()["choices"][0]["text"]
-            assert len(replicas()) == 2
-            waiting = []
-
-            def wait():
-                try:
-                    waiting.append(ask(LONG).status_code)
-                except httpx.TransportError:  # cut off
-                    waiting.append(502)
-
-            threads = [threading.Thread(target=wait) for _ in range(6)]
-            for thread in threads:
-                thread.start()
-                time.sleep(0.3)  # so that the next one sees whose queue is shorter
-            os.kill(replicas()[0], signal.SIGKILL)
-            for _ in range(10):
-                assert ask().json()["choices"][0]["text"] == wanted
-            for thread in threads:
-                thread.join(120)
-            assert len(waiting) == 6 and min(waiting) == 200 and max(waiting) >= 500
+            yield served, f"http://127.0.0.1:{port}/v1/completions"
         finally:
             served.send_signal(signal.SIGTERM)
             served.stdout.read()
-            assert served.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed():
+    with serving(2) as (served, url):
+
+        def ask(body=BODY):
+            return httpx.post(url, json=body, timeout=300)
+
+        wanted = ask().json()["choices"][0]["text"]
+        assert len(replicas()) == 2
+        waiting = []
+
+        def wait():
+            try:
+                waiting.append(ask(LONG).status_code)
+            except httpx.TransportError:  # cut off
+                waiting.append(502)
+
+        threads = [threading.Thread(target=wait) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)  # so that the next one sees whose queue is shorter
+        os.kill(replicas()[0], signal.SIGKILL)
+        for _ in range(10):
+            assert ask().json()["choices"][0]["text"] == wanted
+        for thread in threads:
+            thread.join(120)
+        assert len(waiting) == 6 and min(waiting) == 200 and max(waiting) >= 500
+    assert served.wait(60) == 0
     assert not replicas()
+
+
+@pytest.mark.slow
+def test_without_its_own_node_a_server_ends():
+    """Nothing would be served any more; whoever started it may start it again."""
+    with serving(1) as (served, _):
+        found = subprocess.run(["pgrep", "-P", str(served.pid), "raylet"], capture_output=True)
+        os.kill(int(found.stdout), signal.SIGKILL)
+        said = served.stdout.read().decode(errors="replace")
+        assert "error: Ray's node on this machine died" in said
+    assert served.wait(60) == 2
