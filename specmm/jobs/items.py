@@ -347,11 +347,13 @@ def _csv(path: Path) -> Iterator[Row]:
     try:
         # blank lines are not dropped: some are inside quotes
         reader = csv.DictReader(text_lines(path), restkey="", strict=True)
+        names = reader.fieldnames or ()
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{path} must have columns of different names, got {twice[0]!r} twice")
         for number, row in enumerate(reader, start=1):
             where = f"{path} row {number}"
             if row.pop("", None) is not None:
-                count = len(reader.fieldnames or ())
-                raise ValueError(f"{where}: must have {count} fields, got more")
+                raise ValueError(f"{where}: must have {len(names)} fields, got more")
             yield where, row
     except csv.Error as error:
         raise ValueError(f"{path} must be CSV with a header, got: {error}") from None

@@ -192,6 +192,7 @@ def test_csv_parquet_and_class_lists(tmp_path):
         ("a.jsonl", '{"id": "a", "question": "x", "draw": 1}', "draw must be true or false, got 1"),
         ("a.jsonl", '{"id": "a", "class": "x", "seed": -1}', "seed must be"),
         ("a.csv", "id,class\na,b,c\n", "got more"),
+        ("a.csv", "id,class,class\na,b,c\n", "columns of different names, got 'class' twice"),
         ("a.parquet", "no", "must be a Parquet file"),
         ("a.xml", "", "unknown kind of job file"),
     ],
