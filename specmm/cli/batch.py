@@ -245,9 +245,9 @@ def _report(
             typer.echo(_repaired(summary["repaired"], summary["repaired_otherwise"]))
     if counts.interrupted:
         raise Interrupted("all finished results are kept; run the same command again to continue")
-    if summary["failed"]:
-        failed = f"{summary['failed']} items failed, see {out / 'failed.jsonl'}"
-        say(f"{failed}; --retry-failed tries them again")
+    if count := summary["failed"]:
+        failed = f"{count} item{'s' * (count != 1)} failed, see {out / 'failed.jsonl'}"
+        say(f"{failed}; --retry-failed tries again")
 
 
 def _repaired(repaired: int, otherwise: int) -> str:
