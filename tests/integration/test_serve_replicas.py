@@ -19,9 +19,14 @@ BODY = {"model": "pocket/coder", "prompt": "def add(a, b):", "max_tokens": 8, "t
 LONG = {**BODY, "max_tokens": 300, "n": 4, "temperature": 1, "ignore_eos": True}
 
 
-def replicas():
-    found = subprocess.run(["pgrep", "-f", "ray::ServeReplica:specmm"], capture_output=True)
+def children(pid, name):
+    """Processes that the process ``pid`` started, by a part of their names."""
+    found = subprocess.run(["pgrep", "-P", str(pid), "-f", name], capture_output=True)
     return [int(pid) for pid in found.stdout.split()]
+
+
+def replicas(raylet):
+    return children(raylet, "ray::ServeReplica:specmm")
 
 
 @contextmanager
@@ -58,7 +63,8 @@ def test_a_replica_that_is_killed(tmp_path):
             return httpx.post(url, json=body, timeout=300)
 
         wanted = ask().json()["choices"][0]["text"]
-        assert len(replicas()) == 2
+        [raylet] = children(served.pid, "/raylet ")
+        assert len(replicas(raylet)) == 2
         waiting = []
 
         def wait():
@@ -71,14 +77,15 @@ def test_a_replica_that_is_killed(tmp_path):
         for thread in threads:
             thread.start()
             time.sleep(0.3)  # so that the next one sees whose queue is shorter
-        os.kill(replicas()[0], signal.SIGKILL)
+        os.kill(replicas(raylet)[0], signal.SIGKILL)
         for _ in range(10):
             assert ask().json()["choices"][0]["text"] == wanted
         for thread in threads:
             thread.join(120)
         assert len(waiting) == 6 and min(waiting) == 200 and max(waiting) >= 500
+        last = replicas(raylet)
     assert served.returncode == 0
-    assert not replicas()
+    assert last and not any(os.path.exists(f"/proc/{pid}") for pid in last)
 
 
 @pytest.mark.slow
@@ -86,7 +93,7 @@ def test_without_its_own_node_a_server_ends(tmp_path):
     """Nothing would be served any more; whoever started it may start it again."""
     output = tmp_path / "output"
     with serving(1, output) as (served, _):
-        found = subprocess.run(["pgrep", "-P", str(served.pid), "raylet"], capture_output=True)
-        os.kill(int(found.stdout), signal.SIGKILL)
+        [raylet] = children(served.pid, "/raylet ")
+        os.kill(raylet, signal.SIGKILL)
         assert served.wait(120) == 2
     assert "error: Ray's node on this machine died" in output.read_text(errors="replace")
