@@ -23,6 +23,7 @@ from recipes import data
 from specmm import methods
 from specmm.image_ar.pipeline import ImagePipeline
 from specmm.image_ar.tokens.pipeline import LlamaGenPipeline
+from specmm.loading import hardware
 
 RESULTS = Path("benchmarks/results")
 CACHE = Path("runs/benchmarks")  # ignored by git
@@ -76,7 +77,7 @@ def load_pipeline(
 
 def dtype_name(pipe: Any) -> str:
     """``float32``, ``bfloat16``, …"""
-    return str(next(pipe.transformer.parameters()).dtype).removeprefix("torch.")
+    return hardware.dtype_name(next(pipe.transformer.parameters()).dtype)
 
 
 def playable(pipe: LlamaGenPipeline, contenders: Iterable[methods.Method]) -> list[methods.Method]:

@@ -42,7 +42,7 @@ from specmm.image_ar.scales.var import VAR, published
 from specmm.image_ar.scales.vqvae import VQVAE, VQVAEConfig
 from specmm.image_ar.tokens.gpt import GPTConfig, Transformer
 from specmm.loading import mapped
-from specmm.loading.hardware import Place
+from specmm.loading.hardware import Place, dtype_name
 from specmm.runs.convert import READERS, convert
 from specmm.vlm.loading import load_model, load_processor
 from specmm.vlm.msd import MSDConfig, MSDHead, load_msd
@@ -235,7 +235,7 @@ def tell(name: str, made: str) -> None:
     size = sum(file.stat().st_size for file in folder.iterdir() if file.suffix in WEIGHTS)
     runs: dict[str, Callable[[], object]] = {
         dtype: partial(read, name, folder, getattr(torch, dtype))
-        for dtype in (str(RELEASES[name].dtype).removeprefix("torch."), "bfloat16")
+        for dtype in (dtype_name(RELEASES[name].dtype), "bfloat16")
     }
     if RELEASES[name].config is not None:
         open_folder = VQAPipeline.from_pretrained

@@ -154,6 +154,8 @@ def bench_serve(
 
 def _load_table(result: dict[str, Any]) -> str:
     """The result of a load test as text."""
+    from specmm.runs.load import failures
+
     each = (
         f"{result['tokens_per_second']:.1f} tokens/s, {result['requests_per_second']:.2f} answers/s"
     )
@@ -163,5 +165,4 @@ def _load_table(result: dict[str, Any]) -> str:
         values = result[name].values()
         cells = ["" if value is None else f"{value:.4f}" for value in values]
         rows.append([name.replace("_", " "), *cells])
-    errors = [f"{count} failed, {why}" for why, count in result["errors"].items()]
-    return "\n".join([*lines, table(rows), *errors])
+    return "\n".join([*lines, table(rows), *failures(result)])

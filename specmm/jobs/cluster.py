@@ -37,7 +37,7 @@ from specmm.jobs.making import FIRST, Fault, Made, Maker, Opener, making
 from specmm.jobs.programs import OtherPlace
 from specmm.jobs.progress import Progress
 from specmm.jobs.run import Loop, Member
-from specmm.runs.ray_cluster import check_own_node, connect, last_line
+from specmm.runs.ray_cluster import connect, last_line, living_nodes
 
 log = logging.getLogger(__name__)
 LOOK = 1.0  # seconds between two looks at the nodes
@@ -171,8 +171,7 @@ class Cluster:
         if time.monotonic() - self.looked < LOOK:
             return
         self.looked = time.monotonic()
-        check_own_node()
-        alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+        alive = living_nodes()
         device, asked = self.job.limits.device, self.job.limits.actors
         total = sum(int(node["Resources"].get("GPU", 0)) for node in alive.values())
         on_gpus = device != "cpu" and (device.startswith("cuda") or total > 0)

@@ -116,13 +116,13 @@ def run(load: Load, clients: int | None = None, rate: float | None = None) -> di
     """Send the requests of ``load`` and return times in seconds by percentile. ``clients`` each
     wait for an answer before the next request; without them requests come at :func:`arrivals`.
 
-    Raises ``ValueError`` for a server that cannot be asked, or answers nothing.
+    Raises ``ValueError`` for a server that cannot be asked, or answers no token.
     """
     model, found, seconds = asyncio.run(served(load, clients, rate))
-    if all(one.error for one in found):
-        count = len(found)
-        raise ValueError(f"{load.url} must answer, got none of {count} answers: {found[0].error}")
-    return {"url": load.url, "model": model, **measured(found, seconds)}
+    result = measured(found, seconds)
+    if result["errors"] and not result["tokens"]:
+        raise ValueError(f"{load.url} must answer, got no token: {'; '.join(failures(result))}")
+    return {"url": load.url, "model": model, **result}
 
 
 async def served(
@@ -248,6 +248,11 @@ def measured(served: Sequence[Served], seconds: float) -> dict[str, Any]:
         "pause": percentiles(pauses),
         "answer": percentiles([one.end - one.start for one in answered]),
     }
+
+
+def failures(result: Mapping[str, Any]) -> list[str]:
+    """How many requests of a ``result`` failed, and why."""
+    return [f"{count} failed, {why}" for why, count in result["errors"].items()]
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float | None]:

@@ -1,9 +1,12 @@
-"""The Ray cluster that this process uses. Imports ray only when asked."""
+"""The Ray cluster that this process uses."""
 
 from __future__ import annotations
 
 import os
 import socket
+from typing import Any
+
+import ray
 
 LOCAL = "127.0.0.1"
 ANSWER = 5.0  # seconds in which a cluster must answer
@@ -14,8 +17,6 @@ def connect() -> None:
 
     Raises ``ValueError`` if it cannot be used.
     """
-    import ray
-
     if ray.is_initialized():
         return
     _check_address()
@@ -47,10 +48,12 @@ def _check_address() -> None:
         ) from None
 
 
-def check_own_node() -> None:
-    """Raise ``ValueError`` if the node of this process died: Ray starts nothing for it any more."""
-    import ray
+def living_nodes() -> dict[str, dict[str, Any]]:
+    """Ray's descriptions of the nodes that are alive, by its identities.
 
-    here = ray.get_runtime_context().get_node_id()
-    if not any(node["NodeID"] == here and node["Alive"] for node in ray.nodes()):
+    Raises ``ValueError`` if the node of this process died: Ray starts nothing for it any more.
+    """
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    if ray.get_runtime_context().get_node_id() not in alive:
         raise ValueError("Ray's node on this machine died; run the same command again")
+    return alive

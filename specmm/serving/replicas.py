@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from specmm.loading.extras import needed
-from specmm.runs.ray_cluster import check_own_node, connect
 
 NAME = "specmm"
 LOOK = 5.0  # seconds between two looks at the node of this process
@@ -36,6 +35,8 @@ def run(
     with needed("--replicas", "replicas"):
         from ray import serve
 
+        from specmm.runs.ray_cluster import connect, living_nodes
+
     def made() -> Any:  # a function, by which Ray tells a maker from an application
         return build()
 
@@ -59,5 +60,5 @@ def run(
         raise ValueError(f"the replicas could not be started: {error}") from error
     ready()
     while not ended.wait(LOOK):
-        check_own_node()
+        living_nodes()  # for its error
     serve.shutdown()

@@ -76,7 +76,7 @@ def test_what_a_networks_chances_hold_is_learnt():
     for i in range(12):
         said.ask(prompt=f"def f{i}(a, b):\n    return", options=dict(max_new_tokens=60))
     said.wait()
-    assert max(empty) > 900  # slots that it does not attend
+    assert model.cache.near and max(empty) > 900  # slots that it does not attend
     low, high = engine.drafts.kept_by[[0, -1]]
     assert low < drafting.HOPED < high
     engine.close()

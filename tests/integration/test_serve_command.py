@@ -172,7 +172,7 @@ def test_a_load_test_by_arrivals(engine, tmp_path):
         assert said.exit_code == 0 and "5 requests in" in said.stdout
         assert re.search(r"first token +[\d.]+ +[\d.]+ +[\d.]+\n", said.stdout)
         failed = refused(f"bench serve {server.address} -n 2")  # a chat, without a template
-    assert "must answer, got none of 2 answers: status 400" in failed
+    assert "must answer, got no token: 2 failed, status 400" in failed
 
 
 def test_arrivals_are_those_of_a_poisson_process():
@@ -209,7 +209,7 @@ def test_mistakes_of_a_load_test(tmp_path):
     assert "must have at" in refused(f"bench serve http://127.0.0.1:1 --model m --trace {lines}")
     assert "give one of" in refused("bench serve http://127.0.0.1:1 --rate 1 --clients 2")
     assert "give --model" in refused("bench serve http://127.0.0.1:1")
-    assert "none of 3 answers: " in refused("bench serve http://127.0.0.1:1 --model m -n 3")
+    assert "no token: 3 failed, " in refused("bench serve http://127.0.0.1:1 --model m -n 3")
     assert "specmm zoo lists them" in refused("bench pocket/nothing")  # a model, as ever
 
 
